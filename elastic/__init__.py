@@ -1,0 +1,37 @@
+"""Elastic PyTorch training on Ray.
+
+Importing this package is cheap: ray and torch load when a name below is first used, so that
+`elastic status` answers at once and a worker decides itself when to pay for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic.cluster.driver import TrainingFailed
+    from elastic.cluster.trainer import ElasticConfig, ElasticTrainer
+    from elastic.training.run import Run
+
+__version__ = "0.1.0"
+__all__ = ["ElasticConfig", "ElasticTrainer", "Run", "TrainingFailed", "__version__"]
+
+_HOMES = {
+    "ElasticConfig": "elastic.cluster.trainer",
+    "ElasticTrainer": "elastic.cluster.trainer",
+    "Run": "elastic.training.run",
+    "TrainingFailed": "elastic.cluster.driver",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(
+            f"module 'elastic' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,1 @@
+"""Ray: trainer, driver, worker group and node view. The only room that knows ray."""

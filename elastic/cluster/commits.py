@@ -1,0 +1,171 @@
+"""Commits: gathering the ranks' shards of a save, and publishing the save once all have reported.
+
+Also where the driver asks storage which checkpoint to resume. All of it runs on one storage
+thread, so that a commit of an older generation is either before a new generation's choice or
+refused after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.policy.retention import Retention
+from elastic.storage import retention
+from elastic.storage.checkpoints import Catalog, Manifest
+from elastic.training.coordinator import CommitResult, Shard
+
+
+@dataclass
+class _Attempt:
+    shards: dict[int, Shard] = field(default_factory=dict)
+    outcome: asyncio.Future[CommitResult] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One commit, for the ledger."""
+
+    step: int
+    generation: int
+    bytes: int
+    path: str
+    stall_s: float
+    """The longest stall of a rank's training loop."""
+    write_s: float
+    """From the start of the save until the slowest rank's files were durable."""
+    commit_s: float
+    removed: list[int]
+
+
+class Commits:
+    """The saves of the current generation. Use from the event loop only.
+
+    `tell(kind, fields)` is called for every save that failed or was published.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        keep: Retention,
+        *,
+        tell: Callable[[str, Any], None],
+        before_publishing: Callable[[], object],
+    ) -> None:
+        self._catalog = catalog
+        self._keep = keep
+        self._tell = tell
+        self._before_publishing = before_publishing
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-storage")
+        self._generation = -1
+        self._attempts: dict[int, _Attempt] = {}
+        self._protected: set[int] = set()
+
+    async def in_order(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`, done on the storage thread after all that was asked before."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def open(self, generation: int) -> int | None:
+        """Fence off older generations; the step that this one resumes, None if there is none."""
+        self._generation = generation
+        for attempt in self._attempts.values():
+            if not attempt.outcome.done():
+                attempt.outcome.set_result(_refused(f"generation {generation} has taken over"))
+        self._attempts = {}
+
+        def choose() -> int | None:
+            self._catalog.sweep(generation)
+            found = self._catalog.highest()
+            return None if found is None else found.step
+
+        step: int | None = await self.in_order(choose)
+        self._protected = set() if step is None else {step}
+        return step
+
+    async def step_back(self, step: int, reason: str) -> int | None:
+        """Quarantine a checkpoint with bad bytes; the next older complete one."""
+
+        def choose() -> int | None:
+            if self._catalog.inspect(step).complete:
+                self._catalog.quarantine(step, reason)
+            found = self._catalog.highest(below=step)
+            return None if found is None else found.step
+
+        older: int | None = await self.in_order(choose)
+        self._protected = set() if older is None else {older}
+        return older
+
+    def restored(self) -> None:
+        """All ranks have loaded: the resumed checkpoint needs no protection from retention."""
+        self._protected = set()
+
+    async def hand_in(self, shard: Shard) -> CommitResult:
+        """Take one rank's shard; the outcome, once all ranks have handed in theirs."""
+        if shard.generation != self._generation:
+            return _refused(
+                f"generation {shard.generation} was replaced by generation {self._generation}"
+            )
+        attempt = self._attempts.setdefault(shard.attempt, _Attempt())
+        attempt.shards[shard.world_rank] = shard
+        if shard.failure:
+            self._settle(attempt, shard, _refused(shard.failure))
+        elif len(attempt.shards) == shard.world_size and not attempt.outcome.done():
+            await self._publish(attempt, shard)
+        return await asyncio.shield(attempt.outcome)
+
+    async def _publish(self, attempt: _Attempt, last: Shard) -> None:
+        shards = list(attempt.shards.values())
+        manifest = Manifest(
+            run_id=self._catalog.run_id,
+            step=last.step,
+            world_size=last.world_size,
+            generation=last.generation,
+            attempt=last.attempt,
+            created_s=time.time(),
+            counters=dict(last.counters),
+            tensors={name: info for shard in shards for name, info in shard.tensors.items()},
+            files=[file for shard in shards for file in shard.files],
+        )
+        begun_s = time.monotonic()
+
+        def publish() -> Published:
+            if last.generation != self._generation:
+                raise RuntimeError(f"generation {last.generation} was replaced meanwhile")
+            self._before_publishing()
+            done = self._catalog.commit(manifest, last.path, replace=True)
+            removed = retention.apply(self._catalog, self._keep, {done.step, *self._protected})
+            return Published(
+                step=done.step,
+                generation=last.generation,
+                bytes=done.bytes,
+                path=done.path,
+                stall_s=max(shard.stall_s for shard in shards),
+                write_s=max(shard.write_s for shard in shards),
+                commit_s=time.monotonic() - begun_s,
+                removed=removed,
+            )
+
+        try:
+            published = await self.in_order(publish)
+        except Exception as error:
+            self._settle(attempt, last, _refused(f"{type(error).__name__}: {error}"))
+            return
+        if not attempt.outcome.done():
+            attempt.outcome.set_result(CommitResult(committed=True))
+        self._attempts.pop(last.attempt, None)
+        self._tell("published", published)
+
+    def _settle(self, attempt: _Attempt, shard: Shard, result: CommitResult) -> None:
+        if not attempt.outcome.done():
+            attempt.outcome.set_result(result)
+            self._tell("refused", (shard, result.reason))
+
+
+def _refused(reason: str) -> CommitResult:
+    return CommitResult(committed=False, reason=reason)

@@ -1,0 +1,324 @@
+"""Ray Train's controller and worker group, narrowed to what the driver needs of them.
+
+The one module that touches names under `ray.train.v2._internal` or other private names of Ray; a
+contract test checks each of them against the installed Ray. Ray Train's own control loop is
+replaced by ours; its placement groups, worker actors, callbacks and results are used as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.train.v2._internal.exceptions import (
+    InsufficientClusterResourcesError,
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+)
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.controller.state import (
+    ErroredState,
+    FinishedState,
+    RunningState,
+    ShuttingDownState,
+)
+from ray.train.v2._internal.execution.failure_handling import create_failure_policy
+from ray.train.v2._internal.execution.scaling_policy import ScalingPolicy, create_scaling_policy
+from ray.train.v2._internal.execution.worker_group import RayTrainWorker, Worker, WorkerGroup
+from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+__all__ = ["Controller", "GroupMember", "GroupStartError", "launch", "read_nodes"]
+
+_WATCH = "watch"
+_KILL_CONFIRM_S = 5.0
+
+
+class GroupStartError(RuntimeError):
+    """The worker group could not be started, and nothing of it is left."""
+
+    def __init__(self, reason: str, is_capacity: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.is_capacity = is_capacity
+
+    def __reduce__(self) -> tuple[type[GroupStartError], tuple[str, bool]]:
+        return GroupStartError, (self.reason, self.is_capacity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMember:
+    """One worker of a started group, without Ray's types."""
+
+    world_rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    node_id: str
+    node_ip: str
+    pid: int
+
+
+class _WatchedWorker(RayTrainWorker):
+    """Ray Train's worker with one more call, that ends only when its process does."""
+
+    @ray.method(concurrency_group=_WATCH)
+    def watch(self) -> None:
+        threading.Event().wait()
+
+
+class _Group(WorkerGroup):
+    """Ray Train's worker group: quick to give up on a placement, quick to end."""
+
+    _worker_cls = _WatchedWorker
+    place_timeout_s = 10.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._worker_group_start_timeout_s = self.place_timeout_s
+        self.begun_s = time.monotonic()
+        self.placed_s = self.begun_s
+        self.watches: dict[int, Any] = {}
+
+    def _start(self) -> None:
+        try:
+            super()._start()
+        except BaseException:
+            # Ray leaves actors and placement group behind when a start fails late.
+            if self.has_started():
+                self.shutdown()
+            raise
+
+    def _create_workers(
+        self,
+        num_workers: int,
+        placement_group: Any,
+        resources_per_worker: dict[str, float],
+        placement_group_bundle_indices: list[int] | None = None,
+        starting_world_rank: int = 0,
+        world_size: int | None = None,
+        replica_group_size: int | None = None,
+    ) -> list[Worker]:
+        """As Ray's, with a second thread in each actor for the pending call that tells a death."""
+        self.placed_s = time.monotonic()
+        indices = placement_group_bundle_indices or list(range(num_workers))
+        actor_class = ray.remote(
+            runtime_env=self._get_worker_runtime_env(
+                custom_runtime_env=self._train_run_context.run_config.worker_runtime_env
+            ),
+            concurrency_groups={_WATCH: 1},
+            **bundle_to_remote_args(resources_per_worker),
+        )(self._worker_cls)
+        actors = [
+            actor_class.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=placement_group, placement_group_bundle_index=index
+                )
+            ).remote()
+            for index in indices
+        ]
+        try:
+            found = ray.get([actor.get_metadata.remote() for actor in actors])
+        except RayActorError as error:
+            for actor in actors:
+                ray.kill(actor)
+            raise WorkerGroupStartupFailedError(f"a worker died while starting: {error}") from error
+        workers = [
+            Worker(actor, metadata, resources_per_worker, placement_group_bundle_index=index)
+            for index, actor, metadata in zip(indices, actors, found, strict=True)
+        ]
+        return WorkerGroup._assign_worker_ranks(
+            workers, starting_world_rank, world_size, replica_group_size
+        )
+
+    def shutdown(self) -> None:
+        """End the workers at once: Ray's own waits up to 5 s for hooks that hung workers miss."""
+        self._assert_active()
+        state = self._worker_group_state
+        watches = list(self.watches.values())
+        for worker in state.workers:
+            ray.kill(worker.actor)
+        ray.kill(state.sync_actor)
+        state.placement_group_handle.shutdown()
+        with contextlib.ExitStack() as stack:
+            for callback in self._callbacks:
+                stack.enter_context(callback.on_worker_group_shutdown())
+            self._clear_state()
+            for callback in self._callbacks:
+                callback.after_worker_group_shutdown(self._worker_group_context)
+        # A pending call fails when its process is gone, so that no old rank is left to step.
+        if watches:
+            ray.wait(watches, num_returns=len(watches), timeout=_KILL_CONFIRM_S)
+
+
+class Controller(TrainController):
+    """The driver actor's body: Ray Train's controller, with the loop taken out.
+
+    A subclass implements `run`. Methods that talk to workers block: call them off the event loop.
+    """
+
+    worker_group_cls = _Group
+
+    def start_group(self, num_workers: int) -> list[GroupMember]:
+        """Place and start a group and launch the training function in it.
+
+        Returns the members by world rank. Raises:
+            GroupStartError: it could not be started; says whether for want of resources.
+        """
+        scaling = self._scaling_policy.scaling_config
+        self._generate_run_attempt_id()
+        try:
+            self._start_worker_group(num_workers, scaling._resources_per_worker_not_none)
+        except (WorkerGroupStartupTimeoutError, InsufficientClusterResourcesError) as error:
+            raise GroupStartError(f"no room for {num_workers} workers: {error}", True) from error
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise GroupStartError(f"starting {num_workers} workers failed: {text}", False) from error
+        group = self._worker_group
+        group.watches = {
+            worker.distributed_context.world_rank: worker.actor.watch.remote()
+            for worker in group.get_workers()
+        }
+        self._set_state(RunningState())
+        return [_member(worker) for worker in group.get_workers()]
+
+    def start_times_s(self) -> dict[str, float]:
+        """How long the last start took: `place` (placement group) and `start` (processes)."""
+        group = self._worker_group
+        return {
+            "place": group.placed_s - group.begun_s,
+            "start": time.monotonic() - group.placed_s,
+        }
+
+    def watches(self) -> dict[int, Any]:
+        """By world rank, a reference that fails when that worker's process or node is gone."""
+        return dict(self._worker_group.watches)
+
+    def call(self, world_rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """A reference to the result of a function run in one worker's process."""
+        return self._worker_group.get_workers()[world_rank].execute_async(function, *args)
+
+    def call_all(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """References to the results of a function run in every worker, with its own arguments."""
+        workers = self._worker_group.get_workers()
+        return [
+            worker.execute_async(function, *args)
+            for worker, args in zip(workers, arguments, strict=True)
+        ]
+
+    def kill(self, world_rank: int) -> None:
+        """End one worker's process by force."""
+        ray.kill(self._worker_group.get_workers()[world_rank].actor)
+
+    def has_group(self) -> bool:
+        """Whether a group was started and not stopped."""
+        return self._worker_group is not None
+
+    def stop_group(self) -> None:
+        """End every worker of the group and give its resources back."""
+        if self._worker_group is not None:
+            self._shutdown_worker_group()
+
+    def poll_reports(self, timeout_s: float) -> dict[int, BaseException]:
+        """Collect `ray.train.report` results; errors of ranks whose training thread has ended."""
+        status = self._worker_group.poll_status(timeout=timeout_s)
+        return {
+            rank: found.error for rank, found in status.worker_statuses.items() if found.error
+        }
+
+    def ask_for_resources(self) -> None:
+        """Keep Ray's autoscaler told of the largest size this run would use."""
+        self._scaling_policy._maybe_send_resource_request()
+
+    async def end(self, error: Exception | None) -> None:
+        """Bring Ray's own view of the run to its final state and run its closing callbacks."""
+        final = FinishedState() if error is None else ErroredState(training_failed_error=error)
+        self._set_state(ShuttingDownState(next_state=final))
+        result = await self._shutdown()
+        self._set_state(result.next_state)
+        self._run_controller_hook(
+            "after_controller_finish",
+            self._build_result(),
+            invoke_failure_decision_callbacks=False,
+        )
+
+    async def run(self) -> None:
+        """The control loop: a subclass's."""
+        raise NotImplementedError
+
+
+def _member(worker: Worker) -> GroupMember:
+    context, metadata = worker.distributed_context, worker.metadata
+    return GroupMember(
+        world_rank=context.world_rank,
+        world_size=context.world_size,
+        local_rank=context.local_rank,
+        local_world_size=context.local_world_size,
+        node_rank=context.node_rank,
+        node_id=metadata.node_id,
+        node_ip=metadata.node_ip,
+        pid=metadata.pid,
+    )
+
+
+def launch(
+    trainer: DataParallelTrainer,
+    controller_class: type[Controller],
+    train_function: Callable[[], None],
+    env_vars: Mapping[str, str],
+    **arguments: Any,
+) -> Any:
+    """The handle of a controller actor for this trainer, on the node of the calling script.
+
+    It dies with the calling process, like Ray Train's own.
+    """
+    actor_class = ray.remote(
+        num_cpus=0,
+        label_selector={
+            ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id(),
+        },
+        runtime_env={"env_vars": dict(env_vars)},
+    )(controller_class)
+    scaling: ScalingPolicy = create_scaling_policy(trainer.scaling_config)
+    return actor_class.remote(
+        train_fn_ref=ObjectRefWrapper(train_function),
+        scaling_policy=scaling,
+        failure_policy=create_failure_policy(trainer.run_config.failure_config),
+        train_run_context=trainer.train_run_context,
+        callbacks=trainer._create_default_callbacks(),
+        validation_config=trainer.validation_config,
+        **arguments,
+    )
+
+
+def read_nodes() -> list[dict[str, Any]]:
+    """The nodes that Ray holds for alive and not draining, each with what is free on it now.
+
+    Keys: node_id, address, port (of its raylet), available, total, labels. May be stale by as long
+    as Ray's health checks take.
+    """
+    available = ray._private.state.available_resources_per_node()
+    draining = ray._private.state.state.get_draining_nodes()
+    return [
+        {
+            "node_id": node["NodeID"],
+            "address": node["NodeManagerAddress"],
+            "port": node["NodeManagerPort"],
+            "available": available.get(node["NodeID"], {}),
+            "total": node["Resources"],
+            "labels": node.get("Labels", {}),
+        }
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in draining
+    ]
+
+

@@ -1,0 +1,73 @@
+"""The time and the steps that one re-form cost, put together from what driver and ranks measure."""
+
+from __future__ import annotations
+
+import time
+
+
+class Recovery:
+    """The re-form under way, if one is. Times are in seconds; of several ranks the slowest counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Re-forms so far, planned ones included, the first start not."""
+        self.reason = ""
+        self.old_world_size = 0
+        self.restored_ranks: set[int] = set()
+        self._step = -1
+        self._phases_s: dict[str, float] = {}
+        self._decided_s: float | None = None
+
+    def reached(self, step: int) -> None:
+        """A rank has finished this step."""
+        self._step = max(self._step, step)
+
+    def failed(self, reason: str, world_size: int) -> None:
+        """A failure was decided on: the clock runs from here."""
+        self._open(reason, world_size)
+
+    def planned(self, reason: str, world_size: int) -> None:
+        """The group was asked to leave."""
+        self._open(reason, world_size)
+
+    def _open(self, reason: str, world_size: int) -> None:
+        if self._decided_s is None:
+            self._decided_s = time.monotonic()
+            self.old_world_size = world_size
+            self._phases_s = {}
+            self.count += 1
+        self.reason = reason
+
+    def begin_start(self) -> None:
+        """A new group starts: what an earlier, failed start took no longer counts as its phases."""
+        self.restored_ranks = set()
+        for phase in ("place", "start", "connect", "build", "load"):
+            self._phases_s.pop(phase, None)
+
+    def started(self, took_s: dict[str, float]) -> None:
+        """The group is up."""
+        self._phases_s.update(took_s)
+
+    def took(self, phase: str, duration_s: float) -> None:
+        """One rank, or the driver, has gone through a phase."""
+        self._phases_s[phase] = max(self._phases_s.get(phase, 0.0), duration_s)
+
+    def lost_steps(self, resumed_step: int) -> int:
+        """Finished steps that have to be done again."""
+        return max(0, self._step - resumed_step)
+
+    def finish(self, first_step_s: float) -> dict[str, float] | None:
+        """The phases of the re-form that the first new step ends; None if none was under way.
+
+        `wait` is what no other phase accounts for, so that the phases add up to the whole.
+        """
+        if self._decided_s is None:
+            return None
+        whole_s = time.monotonic() - self._decided_s
+        names = ("stop", "place", "start", "connect", "build", "load")
+        phases = {name: self._phases_s.get(name, 0.0) for name in names}
+        phases["first_step"] = first_step_s
+        phases["wait"] = max(0.0, whole_s - sum(phases.values()))
+        self._decided_s = None
+        self._step = -1
+        return phases

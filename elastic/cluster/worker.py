@@ -1,0 +1,215 @@
+"""In every worker process: the driver's mailbox, and the loop that serves one generation at a time.
+
+The training function of Ray Train is `serve`, which runs in the worker's training thread. The
+driver posts into the mailbox through the worker actor, whose main thread is free.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+import torch
+
+from elastic.policy.cause import is_victim
+from elastic.training import process_group
+from elastic.training.coordinator import (
+    CommitResult,
+    NoSoundCheckpoint,
+    Orders,
+    Reform,
+    Shard,
+)
+from elastic.training.membership import Membership, TrainingConfig
+from elastic.training.run import Run
+
+TrainFunction = Callable[[Run], None]
+
+
+class _Mailbox:
+    """What the driver has posted to this process. One per process."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._member: Membership | None = None
+        self._driver: Any = None
+        self._orders: dict[int, Orders] = {}
+        self.stores: dict[int, Any] = {}
+
+    def post_member(self, member: Membership, driver: Any) -> None:
+        with self._changed:
+            self._member, self._driver = member, driver
+            self._changed.notify_all()
+
+    def post_orders(self, generation: int, orders: Orders) -> None:
+        with self._changed:
+            self._orders = {generation: orders}
+
+    def orders(self, generation: int) -> Orders:
+        return self._orders.get(generation, Orders())
+
+    def next_member(self, after: int) -> tuple[Membership, Any]:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._member is not None and self._member.generation > after
+            )
+            assert self._member is not None
+            return self._member, self._driver
+
+
+_mailbox = _Mailbox()
+
+
+def post_member(member: Membership, driver: Any) -> None:
+    """Called in the worker by the driver: the rank's place in a generation."""
+    _mailbox.post_member(member, driver)
+
+
+def post_orders(generation: int, orders: Orders) -> None:
+    """Called in the worker by the driver: what it wants of a generation."""
+    _mailbox.post_orders(generation, orders)
+
+
+def open_store(generation: int, host: str) -> int:
+    """Called in the worker by the driver: bind this generation's store; the port it got."""
+    store = process_group.open_store(host)
+    _mailbox.stores = {generation: store}
+    return int(store.port)
+
+
+class RayCoordinator:
+    """A rank's line to the driver actor."""
+
+    def __init__(self, driver: Any, member: Membership) -> None:
+        self._driver = driver
+        self._member = member
+
+    def notify(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Send and forget: the driver's death is noticed elsewhere."""
+        self._driver.rank_event.remote(
+            self._member.generation, self._member.world_rank, kind, dict(data)
+        )
+
+    def orders(self) -> Orders:
+        """What the driver has posted for this generation."""
+        return _mailbox.orders(self._member.generation)
+
+    def commit(self, shard: Shard, timeout_s: float) -> CommitResult:
+        """Hand in the shard; waits for the outcome."""
+        try:
+            result: CommitResult = ray.get(self._driver.commit.remote(shard), timeout=timeout_s)
+            return result
+        except Exception as error:
+            return CommitResult(
+                committed=False, reason=f"the driver did not answer: {type(error).__name__}: {error}"
+            )
+
+    def next_checkpoint(self, rejected_step: int, reason: str) -> int | None:
+        """Have the driver quarantine the checkpoint and choose the next older one."""
+        step, problem = ray.get(
+            self._driver.step_back.remote(self._member.generation, rejected_step, reason)
+        )
+        if step is None:
+            raise NoSoundCheckpoint(problem)
+        return int(step)
+
+
+def serve(train: TrainFunction, config: TrainingConfig) -> None:
+    """Call the user's function once for every generation this process belongs to."""
+    kept: dict[str, Any] = {}
+    generation = -1
+    while True:
+        member, driver = _mailbox.next_member(generation)
+        generation = member.generation
+        _serve_one(train, config, member, RayCoordinator(driver, member), kept)
+
+
+def _serve_one(
+    train: TrainFunction,
+    config: TrainingConfig,
+    member: Membership,
+    coordinator: RayCoordinator,
+    kept: dict[str, Any],
+) -> None:
+    run: Run | None = None
+    try:
+        run = _join(config, member, coordinator, kept)
+        train(run)
+        run.finish()
+        coordinator.notify("finished", {"step": run.step})
+    except Reform:
+        assert run is not None
+        run.close()
+        coordinator.notify("left", {"step": run.step})
+    except BaseException as error:
+        if run is not None:
+            run.close()
+        coordinator.notify("failed", _describe(error, run))
+        # The frames hold the model and the optimizer.
+        traceback.clear_frames(error.__traceback__)
+
+
+def _join(
+    config: TrainingConfig,
+    member: Membership,
+    coordinator: RayCoordinator,
+    kept: dict[str, Any],
+) -> Run:
+    _tell_the_truth(member)
+    device = _device(config.use_cuda)
+    begun_s = time.monotonic()
+    groups = process_group.connect(
+        member,
+        use_cuda=config.use_cuda,
+        timeout_s=config.collective_timeout_s,
+        server=_mailbox.stores.get(member.generation),
+    )
+    coordinator.notify("connected", {"connect_s": time.monotonic() - begun_s})
+    # The same on every rank, so that a model built from it is the same at any world size.
+    torch.manual_seed(config.seed)
+    return Run(
+        member=member,
+        config=config,
+        coordinator=coordinator,
+        groups=groups,
+        device=device,
+        kept=kept,
+    )
+
+
+def _tell_the_truth(member: Membership) -> None:
+    os.environ.update(
+        RANK=str(member.world_rank),
+        WORLD_SIZE=str(member.world_size),
+        LOCAL_RANK=str(member.local_rank),
+        LOCAL_WORLD_SIZE=str(member.local_world_size),
+        NODE_RANK=str(member.node_rank),
+        MASTER_ADDR=member.store_host,
+        MASTER_PORT=str(member.store_port),
+    )
+
+
+def _device(use_cuda: bool) -> torch.device:
+    """The worker's device. The CUDA branch is untested here: it needs a GPU."""
+    if not use_cuda:
+        return torch.device("cpu")
+    device: torch.device = ray.train.torch.get_device()
+    torch.cuda.set_device(device)
+    return device
+
+
+def _describe(error: BaseException, run: Run | None) -> dict[str, Any]:
+    type_name, message = type(error).__name__, str(error)
+    text = "".join(traceback.format_exception(error))
+    return {
+        "type_name": type_name,
+        "message": message[:20_000],
+        "traceback": text[-20_000:],
+        "is_victim": is_victim(type_name, message),
+        "step": -1 if run is None else run.step,
+    }

@@ -1,0 +1,124 @@
+"""A run's facts as a person reads them in a terminal. Pure: text from values, no clock, no file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from elastic.dashboard.status import RunStatus
+from elastic.dashboard.text import age, plain, size, table
+from elastic.storage.checkpoints import Checkpoint
+from elastic.storage.ledger import LedgerEvent
+
+UNSAID = "-"
+MOST_PIDS = 8
+
+
+def status_text(status: RunStatus) -> str:
+    """One fact a line; what the run has not said yet is a dash."""
+    facts = {
+        "run": status.name,
+        "state": _state(status),
+        "workers": _workers(status),
+        "step": _step(status),
+        "loss": UNSAID if status.loss is None else f"{status.loss:.4f}",
+        "checkpoint": _checkpoint(status),
+        "restarts": _restarts(status),
+        "storage": status.storage,
+        "dashboard": status.dashboard_url or UNSAID,
+        "last word": f"{age(status.last_word_age_s)} ago",
+    }
+    return "\n".join(f"{name:<12}{plain(fact)}" for name, fact in facts.items())
+
+
+def events_text(events: Sequence[LedgerEvent]) -> str:
+    """One event a line, times in UTC."""
+    if not events:
+        return "no such events"
+    rows = [
+        [
+            datetime.fromtimestamp(event.time_s, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3],
+            event.kind,
+            _or_dash(event.generation),
+            _or_dash(event.step),
+            _or_dash(event.world_rank),
+            "; ".join(filter(None, [event.reason, _pairs(event.data)])),
+        ]
+        for event in events
+    ]
+    header = ["TIME (UTC)", "EVENT", "GENERATION", "STEP", "RANK", "DETAIL"]
+    return "\n".join(table(header, rows, right="GENERATION STEP RANK"))
+
+
+def checkpoints_text(checkpoints: Sequence[Checkpoint]) -> str:
+    """One checkpoint a line; one that is not complete says why."""
+    if not checkpoints:
+        return "no checkpoints"
+    rows = [
+        [
+            str(one.step),
+            "yes" if one.complete else "no",
+            size(one.bytes),
+            _or_dash(one.world_size),
+            _or_dash(one.generation),
+            one.path,
+            one.reason,
+        ]
+        for one in checkpoints
+    ]
+    header = ["STEP", "COMPLETE", "SIZE", "WORKERS", "GENERATION", "PATH", "WHY NOT"]
+    return "\n".join(table(header, rows, right="STEP SIZE WORKERS GENERATION"))
+
+
+def _state(status: RunStatus) -> str:
+    phase = f" ({status.phase})" if status.phase else ""
+    return status.state + phase + (f": {status.reason}" if status.reason else "")
+
+
+def _workers(status: RunStatus) -> str:
+    if status.world_size is None or status.generation is None:
+        return UNSAID
+    pids = [str(rank["pid"]) for rank in status.ranks if "pid" in rank]
+    shown = " ".join(pids[:MOST_PIDS]) + (" ..." if len(pids) > MOST_PIDS else "")
+    return f"{status.world_size} (generation {status.generation}" + (
+        f", pids {shown})" if pids else ")"
+    )
+
+
+def _step(status: RunStatus) -> str:
+    if status.step is None:
+        return UNSAID
+    goal = "" if status.until is None else f" of {status.until}"
+    speed = "" if status.tokens_per_s is None else f", {status.tokens_per_s:,.0f} tokens/s"
+    return f"{status.step}{goal}{speed}"
+
+
+def _checkpoint(status: RunStatus) -> str:
+    if status.checkpoint_step is None:
+        return "none complete yet"
+    when = status.checkpoint_age_s
+    return f"step {status.checkpoint_step}" + ("" if when is None else f", {age(when)} ago")
+
+
+def _restarts(status: RunStatus) -> str:
+    causes = ", ".join(f"{cause} {count}" for cause, count in status.restarts_by_cause.items())
+    again = status.submissions - 1
+    parts = [
+        f"{status.restarts}" + (f" ({causes})" if causes else ""),
+        f"{status.lost_steps} steps lost" if status.restarts else "",
+        f"submitted again {again}x" if again > 0 else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _or_dash(number: int | None) -> str:
+    return UNSAID if number is None or number < 0 else str(number)
+
+
+def _pairs(data: Mapping[str, object]) -> str:
+    """The scalar facts of an event; nested ones are for --json."""
+    return " ".join(
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in data.items()
+        if isinstance(value, str | int | float)
+    )

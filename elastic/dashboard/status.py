@@ -1,0 +1,224 @@
+"""How a run stands, told from its directory alone: while it lives, and after everything is gone.
+
+Reads the run file, the ledger and the catalog of checkpoints, and changes none of them. The time
+is an argument. Must import neither ray nor torch, so that a look at a run costs no cluster.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.dashboard.text import age
+from elastic.storage.checkpoints import Catalog, Checkpoint
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import LedgerEvent, read_ledger
+from elastic.storage.run_file import RunFile
+
+STALE_AFTER_S = 60.0
+"""A driver that lives writes its heartbeat far more often than this."""
+
+TERMINAL = frozenset({"FINISHED", "FAILED", "STOPPED"})
+
+# The state that each kind of event leaves behind; every other kind leaves it as it was.
+_STATE_AFTER = {
+    "run_started": "STARTING",
+    "waiting": "WAITING",
+    "generation_planned": "STARTING",
+    "start_failed": "STARTING",
+    "generation_started": "STARTING",
+    "started": "RUNNING",
+    "resumed": "RUNNING",
+    "recovered": "RUNNING",
+    "leave_ordered": "RUNNING",
+    "failure_decided": "STARTING",
+    "generation_ended": "STARTING",
+    "run_finished": "FINISHED",
+    "run_failed": "FAILED",
+    "run_stopped": "STOPPED",
+}
+
+# A progress event tells the driver's phase, which is finer than what an owner asks about.
+_STATE_IN_PHASE = {
+    "LOOKING": "STARTING",
+    "WAITING": "WAITING",
+    "STARTING": "STARTING",
+    "RUNNING": "RUNNING",
+    "GATHERING": "RUNNING",
+    "LEAVING": "RUNNING",
+    "STOPPING": "STARTING",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """One run as it stands. None where the run has not said it (yet); ages are in seconds."""
+
+    name: str
+    run_id: str
+    state: str
+    """WAITING, STARTING, RUNNING, STOPPED, FINISHED, FAILED; UNKNOWN when the driver is silent."""
+    reason: str
+    phase: str
+    """What rank 0 does while the run is RUNNING: build, load, data, forward-backward, save."""
+    generation: int | None
+    world_size: int | None
+    ranks: list[dict[str, Any]]
+    """Where the workers of that generation live: world_rank, node_ip, pid and so on of each."""
+    step: int | None
+    until: int | str | None
+    loss: float | None
+    tokens_per_s: float | None
+    checkpoint_step: int | None
+    checkpoint_age_s: float | None
+    restarts: int
+    restarts_by_cause: dict[str, int]
+    lost_steps: int
+    submissions: int
+    """How often a driver took the run up: 1, and one more for each time it was submitted again."""
+    last_word_age_s: float
+    storage: str
+    dashboard_url: str | None
+
+
+def read_status(fs: Filesystem, run_file: RunFile, *, now_s: float) -> RunStatus:
+    """How the run whose directory is the root of `fs` stands at the wall time `now_s`.
+
+    Raises:
+        UnsupportedFormat: a newer version of elastic wrote this run.
+    """
+    checkpoint = Catalog(fs, run_file.run_id).highest()
+    return summarise(run_file, read_ledger(fs), checkpoint, storage=fs.url, now_s=now_s)
+
+
+def summarise(
+    run_file: RunFile,
+    events: Sequence[LedgerEvent],
+    checkpoint: Checkpoint | None,
+    *,
+    storage: str,
+    now_s: float,
+) -> RunStatus:
+    """The status that these facts add up to. `events` are in ledger order."""
+    silent_s = max(0.0, now_s - (events[-1].time_s if events else run_file.created_s))
+    state, reason = state_of(events, silent_s=silent_s)
+    restarts = restarts_by_cause(events)
+    progress = _last_data(events, "progress")
+    group = _last_data(events, "generation_started")
+    checkpoint_step = checkpoint.step if checkpoint is not None else None
+    return RunStatus(
+        name=run_file.name,
+        run_id=run_file.run_id,
+        state=state,
+        reason=reason,
+        phase=_text(progress.get("phase")) if state == "RUNNING" else "",
+        generation=_last_generation(events),
+        world_size=_integer(group.get("world_size")),
+        ranks=[rank for rank in group.get("ranks", []) if isinstance(rank, dict)],
+        step=_last_step(events),
+        until=_until(run_file, events),
+        loss=_number(progress.get("loss")),
+        tokens_per_s=_number(progress.get("tokens_per_s")),
+        checkpoint_step=checkpoint_step,
+        checkpoint_age_s=_checkpoint_age_s(events, checkpoint_step, now_s),
+        restarts=sum(restarts.values()),
+        restarts_by_cause=restarts,
+        lost_steps=sum(_integer(e.data.get("lost_steps")) or 0 for e in _of(events, "recovered")),
+        submissions=len({e.life for e in events}),
+        last_word_age_s=silent_s,
+        storage=storage,
+        dashboard_url=_text(_last_data(events, "run_started").get("dashboard_url")) or None,
+    )
+
+
+def state_of(events: Sequence[LedgerEvent], *, silent_s: float) -> tuple[str, str]:
+    """State and reason after these events, when the last of them is `silent_s` old.
+
+    A final state stays what it is for ever. Any other is worth only as much as the driver's last
+    word: a driver that was killed cannot say so, and must not look as if it ran.
+    """
+    state, reason = "STARTING", "the run was created and its driver has not spoken yet"
+    for event in events:
+        after = _state_after(event)
+        if after is None:
+            continue
+        if after != state or event.reason:
+            reason = event.reason
+        state = after
+    if state in TERMINAL or silent_s <= STALE_AFTER_S:
+        return state, reason
+    return "UNKNOWN", f"no word for {age(silent_s)}; the last was {state}" + (
+        f" ({reason})" if reason else ""
+    )
+
+
+def _state_after(event: LedgerEvent) -> str | None:
+    if event.kind == "progress":
+        return _STATE_IN_PHASE.get(_text(event.data.get("state")), "RUNNING")
+    return _STATE_AFTER.get(event.kind)
+
+
+def restarts_by_cause(events: Iterable[LedgerEvent]) -> dict[str, int]:
+    """How often the group was formed anew, by what made it so; `growth` was nobody's fault.
+
+    A failure counts when it is decided, growth when the larger group stands: a group that leaves
+    because the run was asked to stop is no restart. Submitting again is none either.
+    """
+    counts: Counter[str] = Counter()
+    leaving = False
+    for event in events:
+        if event.kind == "failure_decided":
+            leaving = False
+            if event.data.get("then", "restart") == "restart":
+                counts[_text(event.data.get("cause")) or "unknown"] += 1
+        elif event.kind == "generation_started":
+            counts["growth"] += leaving
+            leaving = False
+        elif event.kind in ("leave_ordered", "run_started"):
+            leaving = event.kind == "leave_ordered"
+    return {cause: counts[cause] for cause in sorted(counts) if counts[cause]}
+
+
+def _of(events: Iterable[LedgerEvent], kind: str) -> list[LedgerEvent]:
+    return [event for event in events if event.kind == kind]
+
+
+def _last_data(events: Sequence[LedgerEvent], kind: str) -> Mapping[str, Any]:
+    return next((event.data for event in reversed(events) if event.kind == kind), {})
+
+
+def _last_generation(events: Sequence[LedgerEvent]) -> int | None:
+    return next((e.generation for e in reversed(events) if e.generation >= 0), None)
+
+
+def _last_step(events: Sequence[LedgerEvent]) -> int | None:
+    """The step the run has reached: its latest word on that, which a rewind may have set back."""
+    telling = ("progress", "started", "resumed", "run_finished", "run_stopped", "run_failed")
+    return next((e.step for e in reversed(events) if e.kind in telling and e.step >= 0), None)
+
+
+def _until(run_file: RunFile, events: Sequence[LedgerEvent]) -> int | str | None:
+    sources = (_last_data(events, "progress"), run_file.operational, run_file.config)
+    found = (source.get(key) for source in sources for key in ("until", "steps"))
+    return next((value for value in found if isinstance(value, int | str)), None)
+
+
+def _checkpoint_age_s(
+    events: Sequence[LedgerEvent], step: int | None, now_s: float
+) -> float | None:
+    times = [e.time_s for e in _of(events, "checkpoint_committed") if e.step == step]
+    return max(0.0, now_s - times[-1]) if times else None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

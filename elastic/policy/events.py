@@ -1,0 +1,182 @@
+"""Facts that reach the driver, and the commands it may give.
+
+Every value here is plain data. Facts carry the generation they speak of, so that word from an
+older group is recognised as such. This module imports nothing but the standard library's types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankError:
+    """An exception that ended the training function of one rank."""
+
+    world_rank: int
+    type_name: str
+    message: str
+    traceback: str = ""
+    is_victim: bool = False
+    """The error only says that a peer went away: its cause lies with another rank."""
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A fact. `generation` is the group it is about, -1 when it is about none."""
+
+    generation: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacitySeen(Event):
+    """How many workers could run now, those that run already included."""
+
+    num_workers: int
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStarted(Event):
+    """All workers of the generation are up and were told their rank."""
+
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStartFailed(Event):
+    """The generation could not be started; nothing of it is left."""
+
+    reason: str
+    is_capacity: bool
+    """The resources were not there after all, as opposed to a fault of a worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStopped(Event):
+    """No process of the generation runs any more and its resources are free."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerDied(Event):
+    """The process of one rank is gone; `node_lost` says that its node went with it."""
+
+    world_rank: int
+    node_lost: bool
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailed(Event):
+    """The training function of one rank raised; its process is alive."""
+
+    error: RankError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLeft(Event):
+    """One rank has left the group at the agreed step, with that step's checkpoint committed."""
+
+    world_rank: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFinished(Event):
+    """The training function of one rank returned, and its last step is committed."""
+
+    world_rank: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progressed(Event):
+    """The group has finished an optimizer step."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed(Event):
+    """A checkpoint became complete."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unrecoverable(Event):
+    """Something that no restart can mend, such as no checkpoint left with sound bytes."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequested(Event):
+    """Somebody asked the run to save and stop."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick(Event):
+    """Nothing but the time has changed."""
+
+
+# --- commands -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Something for the driver to do. The performer never decides, the policy never performs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookForCapacity(Command):
+    """Find out what could run now, and answer with `CapacitySeen`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartGroup(Command):
+    """Start a new generation of this size."""
+
+    generation: int
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopGroup(Command):
+    """End every process of the generation, at once."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderLeave(Command):
+    """Have all ranks save at one agreed step and leave."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Command):
+    """Append this to the ledger, before any later command of the same decision is performed."""
+
+    kind: str
+    generation: int = -1
+    world_rank: int = -1
+    step: int = -1
+    reason: str = ""
+    data: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class End(Command):
+    """The run is over: `outcome` is finished, stopped or failed."""
+
+    outcome: str
+    reason: str
+    error: RankError | None = None

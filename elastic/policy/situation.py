@@ -1,0 +1,93 @@
+"""Where a run stands, as the driver knows it, and the rules it was given. Plain frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elastic.policy.events import RankError, WorkerDied
+
+
+class Phase(StrEnum):
+    """What the driver is doing. FINISHED, STOPPED and FAILED are final."""
+
+    LOOKING = "LOOKING"
+    WAITING = "WAITING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    GATHERING = "GATHERING"
+    LEAVING = "LEAVING"
+    STOPPING = "STOPPING"
+    FINISHED = "FINISHED"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+
+
+FINAL = frozenset({Phase.FINISHED, Phase.STOPPED, Phase.FAILED})
+
+
+class Then(StrEnum):
+    """What follows once the group is gone."""
+
+    RESTART = "restart"
+    FINISH = "finish"
+    STOP = "stop"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the owner of the run wants. Times are in seconds."""
+
+    min_workers: int
+    max_workers: int
+    max_failures: int = 0
+    """Restarts granted for exceptions of the user's function; -1 for no limit."""
+    max_failures_without_progress: int = 5
+    """Failures in a row, with no new checkpoint between them, before the run is given up. Lost
+    nodes do not count: they say nothing about the run."""
+    wait_for_capacity_s: float = 300.0
+    grow_interval_s: float = 60.0
+    """A generation lives at least this long before it is ended in order to grow."""
+    gather_s: float = 3.0
+    """How long victims' errors wait for the word of the rank at fault."""
+    leave_s: float = 600.0
+    """How long an ordered save and leave may take."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_workers <= self.max_workers:
+            raise ValueError(
+                "the number of workers must be at least 1 and the smallest not above the largest; "
+                f"found {self.min_workers}:{self.max_workers}"
+            )
+        if self.max_failures < -1:
+            raise ValueError(f"max_failures is -1 or more; found {self.max_failures}")
+        for name in ("wait_for_capacity_s", "grow_interval_s", "gather_s", "leave_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} cannot be negative; found {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """All that the policy remembers. Times come from one monotonic clock."""
+
+    phase: Phase = Phase.LOOKING
+    generation: int = -1
+    world_size: int = 0
+    since_s: float = 0.0
+    waiting_since_s: float | None = None
+    step: int = -1
+    committed_step: int = -1
+    committed_at_failure: int = -2
+    ceiling: int | None = None
+    """Size that the next start must not exceed, after one that found its resources gone."""
+    errors: tuple[RankError, ...] = ()
+    deaths: tuple[WorkerDied, ...] = ()
+    left: frozenset[int] = frozenset()
+    finished: frozenset[int] = frozenset()
+    then: Then = Then.RESTART
+    stop_reason: str = ""
+    reason: str = ""
+    error: RankError | None = None
+    num_user_errors: int = 0
+    num_without_progress: int = 0

@@ -1,0 +1,514 @@
+"""The driver's state machine: every pair of phase and event is in the table below.
+
+`decide` is a pure function of (rules, situation, event, time). It returns the next situation,
+the commands to perform in that order, and the reason, which is the one string that reaches log,
+ledger and dashboard. An event about another generation than the current changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from elastic.policy.cause import first_cause, headline
+from elastic.policy.events import (
+    CapacitySeen,
+    Command,
+    Committed,
+    End,
+    Event,
+    GroupStarted,
+    GroupStartFailed,
+    GroupStopped,
+    LookForCapacity,
+    OrderLeave,
+    Progressed,
+    RankError,
+    RankFailed,
+    RankFinished,
+    RankLeft,
+    Record,
+    StartGroup,
+    StopGroup,
+    StopRequested,
+    Tick,
+    Unrecoverable,
+    WorkerDied,
+)
+from elastic.policy.situation import FINAL, Phase, Rules, Situation, Then
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to remember, what to do, and why."""
+
+    situation: Situation
+    commands: tuple[Command, ...] = ()
+    reason: str = ""
+
+
+class IllegalEvent(AssertionError):
+    """An event that cannot happen in this phase: a fault of ours, never of the cluster."""
+
+
+# Errors of ours that say the run's input does not fit: trying again gives the same answer.
+FINAL_ERRORS = ("StateMismatch", "NoSoundCheckpoint", "InvalidInput")
+
+Handler = Callable[[Rules, Situation, Event, float], Decision]
+
+
+def decide(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """The next situation and the commands that lead there.
+
+    `time_s` is monotonic. Raises:
+        IllegalEvent: the pair of phase and event is marked illegal in the table.
+    """
+    if event.generation not in (-1, now.generation):
+        return Decision(situation=now)
+    return TABLE[now.phase, type(event)](rules, now, event, time_s)
+
+
+# --- handlers -----------------------------------------------------------------------------------
+
+
+def _ignore(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    return Decision(situation=now)
+
+
+def _illegal(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    raise IllegalEvent(f"{type(event).__name__} cannot happen while {now.phase}")
+
+
+def _look_or_wait(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, CapacitySeen)
+    size = min(event.num_workers, rules.max_workers)
+    if now.ceiling is not None:
+        size = min(size, max(now.ceiling, rules.min_workers))
+    if size < rules.min_workers:
+        return _wait(rules, now, event, time_s)
+    return _start(now, size, event, time_s)
+
+
+def _wait(rules: Rules, now: Situation, event: CapacitySeen, time_s: float) -> Decision:
+    reason = (
+        f"{event.num_workers} of at least {rules.min_workers} workers can run now; "
+        f"{event.note}; waiting up to {rules.wait_for_capacity_s:g} s for more"
+    )
+    since_s = time_s if now.waiting_since_s is None else now.waiting_since_s
+    told = now.phase is Phase.WAITING and now.reason == reason
+    new = replace(
+        now, phase=Phase.WAITING, since_s=time_s, waiting_since_s=since_s, reason=reason
+    )
+    commands = () if told else (Record(kind="waiting", reason=reason),)
+    return _or_give_up(rules, new, commands, time_s)
+
+
+def _or_give_up(
+    rules: Rules, new: Situation, commands: tuple[Command, ...], time_s: float
+) -> Decision:
+    waited_s = time_s - (time_s if new.waiting_since_s is None else new.waiting_since_s)
+    if waited_s < rules.wait_for_capacity_s:
+        return Decision(situation=new, commands=commands, reason=new.reason)
+    reason = f"gave up after {waited_s:.0f} s without enough workers: {new.reason}"
+    return _end(new, "failed", reason, time_s, before=commands)
+
+
+def _wait_on(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    return _or_give_up(rules, now, (), time_s)
+
+
+def _start(now: Situation, size: int, event: CapacitySeen, time_s: float) -> Decision:
+    generation = now.generation + 1
+    reason = f"starting generation {generation} with {size} workers"
+    new = replace(
+        now,
+        phase=Phase.STARTING,
+        generation=generation,
+        world_size=size,
+        since_s=time_s,
+        errors=(),
+        deaths=(),
+        left=frozenset(),
+        finished=frozenset(),
+        then=Then.RESTART,
+        reason=reason,
+        error=None,
+    )
+    commands = (
+        Record(
+            kind="generation_planned",
+            generation=generation,
+            reason=reason,
+            data={"world_size": size},
+        ),
+        StartGroup(generation=generation, world_size=size),
+    )
+    return Decision(situation=new, commands=commands, reason=reason)
+
+
+def _started(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    reason = f"generation {now.generation} runs with {now.world_size} workers"
+    new = replace(
+        now,
+        phase=Phase.RUNNING,
+        since_s=time_s,
+        waiting_since_s=None,
+        ceiling=None,
+        reason=reason,
+    )
+    if now.errors or now.deaths:
+        return _fail(rules, new, time_s)
+    if now.stop_reason:
+        return _leave(new, Then.STOP, now.stop_reason, time_s)
+    return Decision(situation=new, reason=reason)
+
+
+def _died_early(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """A death while the rest of the group still starts: kept until the start has ended."""
+    assert isinstance(event, WorkerDied)
+    return Decision(
+        situation=replace(now, deaths=(*now.deaths, event)), commands=(_record_death(now, event),)
+    )
+
+
+def _start_failed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, GroupStartFailed)
+    record = Record(
+        kind="start_failed", generation=now.generation, reason=event.reason, data={}
+    )
+    if now.stop_reason:
+        return _end(now, "stopped", now.stop_reason, time_s, before=(record,))
+    since_s = time_s if now.waiting_since_s is None else now.waiting_since_s
+    new = replace(
+        now,
+        phase=Phase.LOOKING,
+        since_s=time_s,
+        waiting_since_s=since_s,
+        reason=event.reason,
+        world_size=0,
+        ceiling=now.world_size - 1 if event.is_capacity else now.ceiling,
+    )
+    if not event.is_capacity:
+        new, gave_up = _count_failure(rules, new)
+        if gave_up:
+            return _end(new, "failed", gave_up, time_s, before=(record,))
+    looked = _or_give_up(rules, new, (record, LookForCapacity()), time_s)
+    return looked
+
+
+def _count_failure(rules: Rules, now: Situation) -> tuple[Situation, str]:
+    """The situation with one more failure, and why to give up, or an empty string."""
+    progressed = now.committed_step > now.committed_at_failure
+    num = 1 if progressed else now.num_without_progress + 1
+    new = replace(
+        now, num_without_progress=num, committed_at_failure=max(now.committed_step, -1)
+    )
+    if num <= rules.max_failures_without_progress:
+        return new, ""
+    return new, (
+        f"{num} failures in a row without a new checkpoint since step {now.committed_step} "
+        f"(limit {rules.max_failures_without_progress}); the last: {now.reason}"
+    )
+
+
+def _grow_or_not(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, CapacitySeen)
+    size = min(event.num_workers, rules.max_workers)
+    if size <= now.world_size or time_s - now.since_s < rules.grow_interval_s:
+        return Decision(situation=now)
+    reason = f"growing from {now.world_size} to {size} workers after a save: {event.note}"
+    return _leave(now, Then.RESTART, reason, time_s)
+
+
+def _stop_running(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, StopRequested)
+    return _leave(replace(now, stop_reason=event.reason), Then.STOP, event.reason, time_s)
+
+
+def _leave(now: Situation, then: Then, reason: str, time_s: float) -> Decision:
+    new = replace(now, phase=Phase.LEAVING, since_s=time_s, then=then, reason=reason)
+    commands = (
+        Record(kind="leave_ordered", generation=now.generation, reason=reason),
+        OrderLeave(generation=now.generation, reason=reason),
+    )
+    return Decision(situation=new, commands=commands, reason=reason)
+
+
+def _stop_anyway(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """A stop asked for while the group leaves or ends for another reason."""
+    assert isinstance(event, StopRequested)
+    then = Then.STOP if now.then is Then.RESTART else now.then
+    return Decision(situation=replace(now, stop_reason=event.reason, then=then))
+
+
+def _stop_later(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, StopRequested)
+    return Decision(situation=replace(now, stop_reason=event.reason))
+
+
+def _stop_now(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, StopRequested)
+    return _end(now, "stopped", event.reason, time_s)
+
+
+def _died(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, WorkerDied)
+    new = replace(now, deaths=(*now.deaths, event))
+    return _fail(rules, new, time_s, before=(_record_death(now, event),))
+
+
+def _record_death(now: Situation, event: WorkerDied) -> Record:
+    return Record(
+        kind="node_lost" if event.node_lost else "worker_died",
+        generation=event.generation,
+        world_rank=event.world_rank,
+        step=now.step,
+        reason=event.detail,
+    )
+
+
+def _rank_failed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, RankFailed)
+    new = replace(now, errors=(*now.errors, event.error))
+    record = _record_error(event)
+    everyone = len({error.world_rank for error in new.errors}) >= now.world_size
+    if not event.error.is_victim or (everyone and now.phase is Phase.GATHERING):
+        return _fail(rules, new, time_s, before=(record,))
+    if now.phase is Phase.GATHERING:
+        return Decision(situation=new, commands=(record,))
+    reason = f"rank {event.error.world_rank} lost a peer; waiting for word of the cause"
+    gathering = replace(new, phase=Phase.GATHERING, since_s=time_s, reason=reason)
+    return Decision(situation=gathering, commands=(record,), reason=reason)
+
+
+def _record_error(event: RankFailed) -> Record:
+    error = event.error
+    return Record(
+        kind="rank_failed",
+        generation=event.generation,
+        world_rank=error.world_rank,
+        reason=f"{error.type_name}: {error.message}",
+        data={"is_victim": error.is_victim, "traceback": error.traceback},
+    )
+
+
+def _record_late(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """Word of a rank that arrives once the decision has been made: told, and no more."""
+    assert isinstance(event, RankFailed)
+    return Decision(situation=now, commands=(_record_error(event),))
+
+
+def _gathered(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    if time_s - now.since_s < rules.gather_s:
+        return Decision(situation=now)
+    return _fail(rules, now, time_s)
+
+
+def _fail(
+    rules: Rules, now: Situation, time_s: float, before: tuple[Command, ...] = ()
+) -> Decision:
+    """End the group, and restart, unless the cause has used up its budget."""
+    cause = first_cause(now.errors, now.deaths)
+    reason = headline(cause, now.errors)
+    new = replace(now, phase=Phase.STOPPING, since_s=time_s, reason=reason, then=Then.RESTART)
+    gave_up = ""
+    if isinstance(cause, RankError):
+        new = replace(new, error=cause, num_user_errors=now.num_user_errors + 1)
+        if cause.type_name in FINAL_ERRORS:
+            gave_up = f"{reason} (a restart cannot mend this)"
+        elif 0 <= rules.max_failures < new.num_user_errors:
+            gave_up = f"{reason} (restarts granted for exceptions: {rules.max_failures})"
+    if not (isinstance(cause, WorkerDied) and cause.node_lost):
+        new, stuck = _count_failure(rules, new)
+        gave_up = gave_up or stuck
+    if now.stop_reason:
+        new = replace(new, then=Then.STOP)
+    if gave_up:
+        new = replace(new, then=Then.FAIL, reason=gave_up)
+    record = Record(
+        kind="failure_decided",
+        generation=now.generation,
+        world_rank=-1 if cause is None else cause.world_rank,
+        step=now.step,
+        reason=new.reason,
+        data={"cause": _cause_name(cause), "then": str(new.then), "cause_text": reason},
+    )
+    commands = (*before, record, StopGroup(generation=now.generation))
+    return Decision(situation=new, commands=commands, reason=new.reason)
+
+
+def _cause_name(cause: RankError | WorkerDied | None) -> str:
+    if cause is None:
+        return "communication"
+    if isinstance(cause, RankError):
+        return "user_exception"
+    return "node_lost" if cause.node_lost else "worker_died"
+
+
+def _unrecoverable(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, Unrecoverable)
+    new = replace(
+        now, phase=Phase.STOPPING, since_s=time_s, then=Then.FAIL, reason=event.reason, error=None
+    )
+    record = Record(kind="failure_decided", generation=now.generation, reason=event.reason,
+                    data={"cause": "storage", "then": "fail", "cause_text": event.reason})
+    commands = (record, StopGroup(generation=now.generation))
+    return Decision(situation=new, commands=commands, reason=event.reason)
+
+
+def _rank_done(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """A rank has finished or has left; when all have, the group is ended."""
+    assert isinstance(event, RankFinished | RankLeft)
+    new = replace(now, step=max(now.step, event.step))
+    if isinstance(event, RankFinished):
+        new = replace(new, finished=now.finished | {event.world_rank})
+    else:
+        new = replace(new, left=now.left | {event.world_rank})
+    if len(new.finished | new.left) < now.world_size:
+        return Decision(situation=new)
+    then = Then.FINISH if new.finished else new.then
+    reason = f"all ranks finished at step {new.step}" if new.finished else new.reason
+    new = replace(new, phase=Phase.STOPPING, since_s=time_s, then=then, reason=reason)
+    ended = Record(
+        kind="generation_ended", generation=now.generation, step=new.step, reason=reason
+    )
+    return Decision(
+        situation=new, commands=(ended, StopGroup(generation=now.generation)), reason=reason
+    )
+
+
+def _leave_overdue(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    if time_s - now.since_s < rules.leave_s:
+        return Decision(situation=now)
+    reason = f"not all ranks left within {rules.leave_s:g} s of being asked; ending them ({now.reason})"
+    new = replace(now, phase=Phase.STOPPING, since_s=time_s, reason=reason)
+    ended = Record(
+        kind="generation_ended", generation=now.generation, step=now.step, reason=reason
+    )
+    return Decision(
+        situation=new, commands=(ended, StopGroup(generation=now.generation)), reason=reason
+    )
+
+
+def _stopped(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    new = replace(now, world_size=0)
+    if now.then is Then.FINISH:
+        return _end(new, "finished", now.reason, time_s)
+    if now.then is Then.STOP:
+        return _end(new, "stopped", now.stop_reason or now.reason, time_s)
+    if now.then is Then.FAIL:
+        return _end(new, "failed", now.reason, time_s)
+    new = replace(new, phase=Phase.LOOKING, since_s=time_s)
+    return Decision(situation=new, commands=(LookForCapacity(),), reason=now.reason)
+
+
+def _end(
+    now: Situation,
+    outcome: str,
+    reason: str,
+    time_s: float,
+    before: tuple[Command, ...] = (),
+) -> Decision:
+    phase = {"finished": Phase.FINISHED, "stopped": Phase.STOPPED, "failed": Phase.FAILED}[outcome]
+    new = replace(now, phase=phase, since_s=time_s, reason=reason)
+    record = Record(
+        kind=f"run_{outcome}", generation=now.generation, step=now.step, reason=reason
+    )
+    end = End(outcome=outcome, reason=reason, error=now.error if outcome == "failed" else None)
+    return Decision(situation=new, commands=(*before, record, end), reason=reason)
+
+
+def _progressed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, Progressed)
+    # Not the highest ever: after a re-form the group is where it resumed.
+    return Decision(situation=replace(now, step=event.step))
+
+
+def _committed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, Committed)
+    return Decision(situation=replace(now, committed_step=max(now.committed_step, event.step)))
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+EVENTS = (
+    CapacitySeen,
+    GroupStarted,
+    GroupStartFailed,
+    GroupStopped,
+    WorkerDied,
+    RankFailed,
+    RankLeft,
+    RankFinished,
+    Progressed,
+    Committed,
+    Unrecoverable,
+    StopRequested,
+    Tick,
+)
+
+# Word that a rank may still send when its group is already being ended.
+_LATE: dict[type[Event], Handler] = {
+    CapacitySeen: _ignore,
+    WorkerDied: _ignore,
+    RankFailed: _record_late,
+    RankLeft: _ignore,
+    RankFinished: _ignore,
+    Progressed: _ignore,
+    Committed: _committed,
+    Unrecoverable: _ignore,
+    Tick: _ignore,
+}
+_NO_GROUP: dict[type[Event], Handler] = {
+    **_LATE,
+    GroupStarted: _illegal,
+    GroupStartFailed: _illegal,
+    GroupStopped: _illegal,
+    CapacitySeen: _look_or_wait,
+    StopRequested: _stop_now,
+    Tick: _wait_on,
+}
+_GROUP: dict[type[Event], Handler] = {
+    CapacitySeen: _ignore,
+    GroupStarted: _illegal,
+    GroupStartFailed: _illegal,
+    GroupStopped: _illegal,
+    WorkerDied: _died,
+    RankFailed: _rank_failed,
+    RankLeft: _rank_done,
+    RankFinished: _rank_done,
+    Progressed: _progressed,
+    Committed: _committed,
+    Unrecoverable: _unrecoverable,
+    StopRequested: _stop_anyway,
+    Tick: _ignore,
+}
+
+_ROWS: dict[Phase, dict[type[Event], Handler]] = {
+    Phase.LOOKING: {**_NO_GROUP},
+    Phase.WAITING: {**_NO_GROUP},
+    # No rank is told to train before the whole group stands, so that only deaths can come here.
+    Phase.STARTING: {
+        **_LATE,
+        WorkerDied: _died_early,
+        GroupStarted: _started,
+        GroupStartFailed: _start_failed,
+        GroupStopped: _illegal,
+        StopRequested: _stop_later,
+    },
+    Phase.RUNNING: {**_GROUP, CapacitySeen: _grow_or_not, StopRequested: _stop_running},
+    Phase.GATHERING: {**_GROUP, Tick: _gathered},
+    Phase.LEAVING: {**_GROUP, Tick: _leave_overdue},
+    Phase.STOPPING: {
+        **_LATE,
+        GroupStarted: _illegal,
+        GroupStartFailed: _illegal,
+        GroupStopped: _stopped,
+        StopRequested: _stop_anyway,
+    },
+    **{phase: dict.fromkeys(EVENTS, _ignore) for phase in FINAL},
+}
+
+TABLE: dict[tuple[Phase, type[Event]], Handler] = {
+    (phase, event): handler for phase, row in _ROWS.items() for event, handler in row.items()
+}

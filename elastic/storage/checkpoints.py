@@ -1,0 +1,391 @@
+"""The catalog: the checkpoints of one run, and the only way for a save to become one.
+
+A save fills an attempt directory; `commit` publishes it, its marker last. On a disk that is a
+rename, on an object store the marker names the attempt's prefix. Nothing points to the latest.
+Must not import ray or torch, and never interprets the files of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from elastic.storage.completeness import (
+    ATTEMPT_NAME,
+    DIR,
+    QUARANTINED_NAME,
+    STEP_NAME,
+    Checkpoint,
+    Look,
+    Pointer,
+    digest_problem,
+    file_sizes,
+    home,
+    look_at,
+    read_if_there,
+    sha256,
+    size_problems,
+)
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.manifest import MANIFEST, MARKER, REASON, FileDigest, Manifest, TensorInfo
+
+__all__ = [
+    "AlreadyComplete",
+    "Catalog",
+    "Checkpoint",
+    "FileDigest",
+    "Manifest",
+    "NotComplete",
+    "SaveIncomplete",
+    "StaleGeneration",
+    "TensorInfo",
+    "digest_problem",
+]
+
+_QUARANTINE = f"{DIR}/quarantine"
+_FENCE = f"{DIR}/fence.json"
+
+
+class NotComplete(Exception):
+    """A checkpoint was asked for that is not complete, and therefore does not exist."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(step, reason)
+        self.step = step
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"step-{self.step} is not a complete checkpoint: {self.reason}"
+
+
+class AlreadyComplete(Exception):
+    """Another save of this step was published before and is not replaced unasked."""
+
+    def __init__(self, step: int, generation: int) -> None:
+        super().__init__(step, generation)
+        self.step = step
+        self.generation = generation
+
+    def __str__(self) -> str:
+        return (
+            f"step-{self.step} is complete already, saved by generation {self.generation}: "
+            "commit with replace=True to quarantine it and let the resumed history win"
+        )
+
+
+class SaveIncomplete(Exception):
+    """Storage does not hold what the ranks reported as written; the save is no checkpoint."""
+
+    def __init__(self, step: int, problems: Sequence[str]) -> None:
+        super().__init__(step, list(problems))
+        self.step = step
+        self.problems = list(problems)
+
+    def __str__(self) -> str:
+        return (
+            f"the save of step {self.step} is not published, storage does not hold what the ranks "
+            f"wrote: {'; '.join(self.problems)}"
+        )
+
+
+class StaleGeneration(Exception):
+    """A process of an older generation tried to write although a newer one has taken over."""
+
+    def __init__(self, generation: int, fence: int) -> None:
+        super().__init__(generation, fence)
+        self.generation = generation
+        self.fence = fence
+
+    def __str__(self) -> str:
+        return (
+            f"generation {self.generation} may write no checkpoint, generation {self.fence} has "
+            "taken over: this process is a leftover and should exit"
+        )
+
+
+class Catalog:
+    """The checkpoints below `fs`, the root of the run `run_id`; those of other runs are not ours.
+
+    Reads storage anew on every call. One process of a run may write at a time; any may read.
+    """
+
+    def __init__(self, fs: Filesystem, run_id: str) -> None:
+        self.fs = fs
+        self.run_id = run_id
+
+    def list(self) -> list[Checkpoint]:
+        """All there is, by step: complete ones, incomplete ones, attempts and quarantined ones."""
+        looks = [self._look(step) for step in self._steps()]
+        quarantined = [self._quarantined(path) for path in self._quarantine_paths()]
+        claimed = {look.path for look in looks} | self._quarantined_data()
+        attempts = [self._attempt(path) for path in self._attempts() if path not in claimed]
+        found = [look.checkpoint() for look in looks] + attempts + quarantined
+        return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path))
+
+    def inspect(self, step: int) -> Checkpoint:
+        """What is known of `step-<step>`, also when there is no such directory."""
+        return self._look(step).checkpoint()
+
+    def complete_steps(self) -> builtins.list[int]:
+        """Steps of the complete checkpoints, ascending. Raises as `highest` does."""
+        return [look.step for look in self._complete(sorted(self._steps()))]
+
+    def highest(self, below: int | None = None) -> Checkpoint | None:
+        """The complete checkpoint of the highest step, of those below `below` if given.
+
+        Raises `UnsupportedFormat` when a newer program saved one of this run on the way: to pass it
+        by would lose its work in silence.
+        """
+        steps = [step for step in self._steps() if below is None or step < below]
+        for look in self._complete(sorted(steps, reverse=True)):
+            return look.checkpoint()
+        return None
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of a complete checkpoint. Raises `NotComplete`, `UnsupportedFormat`."""
+        return self._require(step)[1]
+
+    def data_path(self, step: int) -> str:
+        """Where the files of a complete checkpoint lie, relative to the run's root.
+
+        Raises `NotComplete`, `UnsupportedFormat`.
+        """
+        return self._require(step)[0].path
+
+    def attempt_path(self, step: int, generation: int, attempt: int) -> str:
+        """Where that attempt's files go, relative to the run's root."""
+        return f"{DIR}/step-{step}.tmp-{generation}-{attempt}"
+
+    def begin(self, step: int, generation: int, attempt: int) -> str:
+        """The attempt's path, emptied of what an earlier try of this very attempt has left.
+
+        Raises `StaleGeneration`, and `AlreadyComplete` if this attempt was published.
+        """
+        self._check_fence(generation)
+        path = self.attempt_path(step, generation, attempt)
+        self.discard(path)
+        self.fs.make_dirs(path)
+        return path
+
+    def discard(self, attempt_path: str) -> None:
+        """Frees the space of an attempt that failed; nothing happens when it is missing.
+
+        Raises `AlreadyComplete` if it was published.
+        """
+        step, generation, attempt = _attempt_numbers(attempt_path)
+        look = self._look(step)
+        if look.has_marker and (look.path == attempt_path or look.is_of(generation, attempt)):
+            raise AlreadyComplete(step, generation)
+        self.fs.remove_tree(attempt_path)
+
+    def commit(self, manifest: Manifest, attempt_path: str, *, replace: bool = False) -> Checkpoint:
+        """The published checkpoint; a crash at any point leaves it complete or absent.
+
+        Takes an unpublished leftover of the same step out of the way. A complete checkpoint of this
+        very attempt is returned as it is; one of another attempt is quarantined with `replace`, and
+        a crash may then leave the step with neither. Raises `SaveIncomplete`, `AlreadyComplete`,
+        `StaleGeneration`, `UnsupportedFormat`, and `ValueError` for a manifest of another run or
+        attempt.
+        """
+        step = manifest.step
+        self._check_ours(manifest, attempt_path)
+        self._check_fence(manifest.generation)
+        old = self._look(step)
+        if old.too_new:
+            raise old.too_new
+        if old.complete and old.manifest:
+            if old.is_of(manifest.generation, manifest.attempt):
+                return old.checkpoint()
+            if not replace:
+                raise AlreadyComplete(step, old.manifest.generation)
+        problems = size_problems(manifest, file_sizes(self.fs, attempt_path))
+        if problems:
+            raise SaveIncomplete(step, problems)
+        text = manifest.to_json().encode()
+        self.fs.write_bytes(f"{attempt_path}/{MANIFEST}", text)
+        self._make_way(old, f"replaced by a save of generation {manifest.generation}")
+        self._publish(step, attempt_path, text)
+        new = self._look(step)
+        if not new.complete:
+            raise SaveIncomplete(step, [new.flaw])
+        return new.checkpoint()
+
+    def verify_files(
+        self, step: int, files: Sequence[FileDigest] | None = None
+    ) -> builtins.list[str]:
+        """Problems found by reading the files (all of them, or those given) to the end; [] if none.
+
+        Trouble in reading raises, since it says nothing about the bytes.
+        """
+        look = self._look(step)
+        if look.flaw or look.manifest is None:
+            return [look.flaw]
+        asked = look.manifest.files if files is None else files
+        found = (digest_problem(self.fs, look.path, file) for file in asked)
+        return [problem for problem in found if problem]
+
+    def quarantine(self, step: int, reason: str) -> str:
+        """The path that now holds the step's files and a file REASON; it is a checkpoint no more.
+
+        On an object store the files stay where they are, and the path holds the marker that names
+        them. Raises `FileNotFoundError` when there is nothing at this step.
+        """
+        if not self.fs.exists(home(step)):
+            raise FileNotFoundError(f"no {home(step)} in {self.fs.url} to quarantine")
+        target = self._set_aside(step, reason)
+        if not self.fs.is_local:
+            self.fs.remove_tree(f"{home(step)}/{MARKER}")
+        return target
+
+    def remove(self, step: int) -> None:
+        """Deletes a checkpoint, its marker first; nothing happens when it is missing."""
+        path = self._look(step).path
+        self.fs.remove_tree(f"{home(step)}/{MARKER}")
+        if path != home(step) and path not in self._quarantined_data():
+            self.fs.remove_tree(path)
+        self.fs.remove_tree(home(step))
+
+    def sweep(self, generation: int) -> builtins.list[str]:
+        """Paths of the unpublished attempts of older generations, now removed.
+
+        From here on an older generation can neither begin nor commit. Raises `StaleGeneration` when
+        this generation itself is an older one.
+        """
+        self._check_fence(generation)
+        self.fs.write_bytes(_FENCE, json.dumps({"generation": generation}).encode())
+        kept = {self._look(step).path for step in self._steps()} | self._quarantined_data()
+        unkept = [path for path in self._attempts() if path not in kept]
+        stale = [path for path in unkept if _attempt_numbers(path)[1] < generation]
+        for path in stale:
+            self.fs.remove_tree(path)
+        return stale
+
+    def _look(self, step: int) -> Look:
+        return look_at(self.fs, self.run_id, step)
+
+    def _complete(self, steps: Iterable[int]) -> Iterator[Look]:
+        for step in steps:
+            look = self._look(step)
+            if look.too_new:
+                raise look.too_new
+            if look.complete:
+                yield look
+
+    def _require(self, step: int) -> tuple[Look, Manifest]:
+        look = self._look(step)
+        if look.too_new:
+            raise look.too_new
+        if look.flaw or look.manifest is None:
+            raise NotComplete(step, look.flaw)
+        return look, look.manifest
+
+    def _steps(self) -> Sequence[int]:
+        return [int(name.removeprefix("step-")) for name in self._names(DIR, STEP_NAME)]
+
+    def _attempts(self) -> Sequence[str]:
+        return [f"{DIR}/{name}" for name in self._names(DIR, ATTEMPT_NAME)]
+
+    def _quarantine_paths(self) -> Sequence[str]:
+        return [f"{_QUARANTINE}/{name}" for name in self._names(_QUARANTINE, QUARANTINED_NAME)]
+
+    def _names(self, path: str, pattern: re.Pattern[str]) -> Iterator[str]:
+        for entry in self.fs.list(path):
+            if entry.is_dir and pattern.fullmatch(entry.name):
+                yield entry.name
+
+    def _attempt(self, path: str) -> Checkpoint:
+        step, generation, attempt = _attempt_numbers(path)
+        return Checkpoint(
+            step=step,
+            complete=False,
+            bytes=sum(file_sizes(self.fs, path).values()),
+            world_size=None,
+            generation=generation,
+            path=path,
+            reason=f"attempt {attempt} of generation {generation}, in progress or abandoned",
+        )
+
+    def _quarantined(self, path: str) -> Checkpoint:
+        reason = read_if_there(self.fs, f"{path}/{REASON}") or b"no reason recorded"
+        elsewhere = self._pointed_to(path)
+        places = [path] if elsewhere is None else [path, elsewhere]
+        return Checkpoint(
+            step=_quarantined_step(path),
+            complete=False,
+            bytes=sum(sum(file_sizes(self.fs, place).values()) for place in places),
+            world_size=None,
+            generation=None,
+            path=path,
+            reason=f"quarantined: {reason.decode(errors='replace').strip()}",
+        )
+
+    def _quarantined_data(self) -> set[str]:
+        """Attempt directories whose bytes a quarantined marker keeps."""
+        found = map(self._pointed_to, self._quarantine_paths())
+        return {path for path in found if path is not None}
+
+    def _pointed_to(self, quarantine_path: str) -> str | None:
+        step = _quarantined_step(quarantine_path)
+        marker = read_if_there(self.fs, f"{quarantine_path}/{MARKER}")
+        pointer = Pointer.from_json(marker, step) if marker is not None else None
+        return pointer.path if pointer and pointer.path != home(step) else None
+
+    def _check_ours(self, manifest: Manifest, attempt_path: str) -> None:
+        if manifest.run_id != self.run_id:
+            raise ValueError(f"a manifest of run {manifest.run_id!r}, expected {self.run_id!r}")
+        expected = self.attempt_path(manifest.step, manifest.generation, manifest.attempt)
+        if attempt_path != expected:
+            raise ValueError(f"this manifest commits {expected!r}, found {attempt_path!r}")
+
+    def _check_fence(self, generation: int) -> None:
+        text = read_if_there(self.fs, _FENCE)
+        fence = 0 if text is None else int(json.loads(text)["generation"])
+        if generation < fence:
+            raise StaleGeneration(generation, fence)
+
+    def _make_way(self, old: Look, reason: str) -> None:
+        if old.has_marker:
+            # It was published once, by us or by another run: such bytes are never deleted here.
+            self._set_aside(old.step, old.flaw or reason)
+        elif self.fs.is_local:
+            self.fs.remove_tree(home(old.step))
+
+    def _set_aside(self, step: int, reason: str) -> str:
+        """Quarantines; on an object store the marker in place remains for the caller to change."""
+        taken = set(self._quarantine_paths())
+        count = 0
+        while (target := f"{_QUARANTINE}/step-{step}-{count}") in taken:
+            count += 1
+        text = (reason + "\n").encode("utf-8", "backslashreplace")
+        if self.fs.is_local:
+            self.fs.rename(home(step), target)
+            # A full disk must not keep a bad checkpoint in its place; the ledger has the reason.
+            with contextlib.suppress(OSError):
+                self.fs.write_bytes(f"{target}/{REASON}", text)
+            return target
+        marker = read_if_there(self.fs, f"{home(step)}/{MARKER}")
+        if marker is not None:
+            self.fs.write_bytes(f"{target}/{MARKER}", marker)
+        self.fs.write_bytes(f"{target}/{REASON}", text)
+        return target
+
+    def _publish(self, step: int, attempt_path: str, manifest_text: bytes) -> None:
+        if self.fs.is_local:
+            self.fs.rename(attempt_path, home(step))
+        path = home(step) if self.fs.is_local else attempt_path
+        pointer = Pointer(path=path, manifest_digest=sha256(manifest_text))
+        self.fs.write_bytes(f"{home(step)}/{MARKER}", pointer.to_json())
+
+
+def _attempt_numbers(path: str) -> tuple[int, int, int]:
+    matched = ATTEMPT_NAME.fullmatch(path.removeprefix(f"{DIR}/"))
+    if matched is None:
+        raise ValueError(f"{path!r} is no attempt's path: expected what attempt_path returns")
+    return int(matched[1]), int(matched[2]), int(matched[3])
+
+
+def _quarantined_step(path: str) -> int:
+    return int(path.rsplit("-", 2)[1])

@@ -1,0 +1,234 @@
+"""The ledger: the append-only record of what happened to a run, in all lives of its driver.
+
+A life is one file, an Arrow IPC stream that grows by one record batch an event, or on an object
+store one small stream an event. Readers need no lock and no end of file. Must not import ray or
+torch, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.format import check_format
+
+FORMAT_VERSION = 1
+_DIR = "ledger"
+_LIFE = re.compile(r"(\d{6,})-([A-Za-z0-9_-]+)(\.arrows)?")
+_LIFE_ID = re.compile(r"[A-Za-z0-9_-]+")
+_SEGMENT = re.compile(r"(\d{9,})\.arrows")
+_NUM_PARALLEL_READS = 16
+_SCHEMA = pa.schema(
+    [
+        ("seq", pa.int64()),
+        ("time_s", pa.float64()),
+        ("kind", pa.utf8()),
+        ("generation", pa.int32()),
+        ("step", pa.int64()),
+        ("world_rank", pa.int32()),
+        ("reason", pa.utf8()),
+        ("data", pa.utf8()),
+    ],
+    metadata={"format_version": str(FORMAT_VERSION)},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerEvent:
+    """One thing that happened; -1 where generation, step or world rank do not apply.
+
+    `time_s` is wall time; `seq` counts from 0 in each life of the driver.
+    """
+
+    life: int
+    seq: int
+    time_s: float
+    kind: str
+    generation: int = -1
+    step: int = -1
+    world_rank: int = -1
+    reason: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class LedgerBroken(Exception):
+    """An event was half written and could not be cut off: this life takes no more events."""
+
+
+class LedgerWriter:
+    """Appends the events of one life of the driver.
+
+    `life_id` tells apart two drivers that believe to be the same life. Raises `FileExistsError` if
+    this very life has been written before, `ValueError` for an id with other characters than
+    letters, digits, "_" and "-". Not for use by several threads at once.
+    """
+
+    def __init__(self, fs: Filesystem, life: int, life_id: str) -> None:
+        if life < 0 or not _LIFE_ID.fullmatch(life_id):
+            raise ValueError(
+                "a life is a number from 0 and an id of letters, digits, _ and -, "
+                f"found {life!r} and {life_id!r}"
+            )
+        self.life = life
+        self._fs = fs
+        self._path = f"{_DIR}/{life:06d}-{life_id}"
+        self._next_seq = 0
+        self._broken = False
+        if fs.exists(self._path) or fs.exists(self._path + ".arrows"):
+            raise FileExistsError(
+                f"ledger {self._path} of {fs.url} is written already: "
+                "a new driver takes a new life and id"
+            )
+        self._file: BinaryIO | None = None
+        if fs.is_local:
+            self._file = fs.open_append(self._path + ".arrows")
+            self._extend(self._file, _SCHEMA.serialize().to_pybytes())
+
+    def append(
+        self,
+        kind: str,
+        *,
+        time_s: float,
+        generation: int = -1,
+        step: int = -1,
+        world_rank: int = -1,
+        reason: str = "",
+        data: Mapping[str, Any] | None = None,
+    ) -> LedgerEvent:
+        """The event as written; it is durable when this returns.
+
+        Raises `TypeError` for data that is not JSON, and whatever the storage raises; the ledger is
+        then as it was. `LedgerBroken` if an earlier event spoilt the file.
+        """
+        event = LedgerEvent(
+            life=self.life,
+            seq=self._next_seq,
+            time_s=time_s,
+            kind=kind,
+            generation=generation,
+            step=step,
+            world_rank=world_rank,
+            reason=_encodable(reason),
+            data=json.loads(json.dumps(dict(data or {}))),
+        )
+        batch = _batch(event).serialize().to_pybytes()
+        if self._file is not None:
+            self._extend(self._file, batch)
+        else:
+            segment = f"{self._path}/{event.seq:09d}.arrows"
+            self._fs.write_bytes(segment, _SCHEMA.serialize().to_pybytes() + batch)
+        self._next_seq += 1
+        return event
+
+    def close(self) -> None:
+        """Frees the file; readers need no close."""
+        if self._file is not None:
+            self._file.close()
+
+    def _extend(self, file: BinaryIO, data: bytes) -> None:
+        if self._broken:
+            raise LedgerBroken(
+                f"an event before this one was left half-written in {self._path}: start a new life"
+            )
+        start = file.seek(0, os.SEEK_END)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        except BaseException:
+            # Else every later event would lie behind half an event, where no reader gets to.
+            self._broken = True
+            file.truncate(start)
+            self._broken = False
+            raise
+
+
+def read_ledger(fs: Filesystem) -> list[LedgerEvent]:
+    """All events of all lives, ordered by (life, seq); also while a driver is writing.
+
+    A half-written event at the end of a life, as a crash leaves it, is no event. Raises
+    `UnsupportedFormat`.
+    """
+    events: list[LedgerEvent] = []
+    for life, name in _lives(fs):
+        path = f"{_DIR}/{name}"
+        if name.endswith(".arrows"):
+            events += _events(life, path, fs.read_bytes(path), first_seq=0)
+        else:
+            events += _read_segments(fs, life, path)
+    return events
+
+
+def next_life(fs: Filesystem) -> int:
+    """One more than the highest life in the ledger, 0 when there is none."""
+    return max((life for life, _ in _lives(fs)), default=-1) + 1
+
+
+def _lives(fs: Filesystem) -> list[tuple[int, str]]:
+    lives = []
+    for entry in fs.list(_DIR):
+        matched = _LIFE.fullmatch(entry.name)
+        if matched and entry.is_dir == (matched[3] is None):
+            lives.append((int(matched[1]), entry.name))
+    return sorted(lives)
+
+
+def _read_segments(fs: Filesystem, life: int, path: str) -> list[LedgerEvent]:
+    matches = (_SEGMENT.fullmatch(entry.name) for entry in fs.list(path) if not entry.is_dir)
+    segments = sorted((int(matched[1]), f"{path}/{matched[0]}") for matched in matches if matched)
+    with ThreadPoolExecutor(_NUM_PARALLEL_READS) as pool:
+        contents = list(pool.map(fs.read_bytes, (segment for _, segment in segments)))
+    return [
+        event
+        for (seq, segment), data in zip(segments, contents, strict=True)
+        for event in _events(life, segment, data, first_seq=seq)
+    ]
+
+
+def _events(life: int, path: str, data: bytes, *, first_seq: int) -> list[LedgerEvent]:
+    batches: list[pa.RecordBatch] = []
+    try:
+        stream = pa.ipc.open_stream(pa.py_buffer(data))
+        version = (stream.schema.metadata or {}).get(b"format_version", b"0")
+        check_format(f"ledger {path}", int(version), FORMAT_VERSION)
+        while True:
+            batches.append(stream.read_next_batch())
+    except (StopIteration, pa.ArrowInvalid, OSError):
+        # The bytes are in memory, so this is no trouble in reading but the end of what was written.
+        pass
+    if not batches:
+        return []
+    rows = pa.Table.from_batches(batches).select(_SCHEMA.names).combine_chunks().to_pydict()
+    columns = list(rows.values())
+    events = []
+    for seq, row in enumerate(zip(*columns, strict=True), start=first_seq):
+        # After a power cut the last event may have its length but zeros for content.
+        if row[0] != seq:
+            break
+        values = dict(zip(rows, row, strict=True))
+        try:
+            values["data"] = json.loads(values["data"])
+        except ValueError:
+            break
+        events.append(LedgerEvent(life=life, **values))
+    return events
+
+
+def _batch(event: LedgerEvent) -> pa.RecordBatch:
+    row = {name: getattr(event, name) for name in _SCHEMA.names}
+    row["data"] = json.dumps(event.data)
+    return pa.RecordBatch.from_pylist([row], schema=_SCHEMA)
+
+
+def _encodable(text: str) -> str:
+    # An odd byte in an error message must not keep the event that reports it out of the ledger.
+    return text.encode("utf-8", "backslashreplace").decode()

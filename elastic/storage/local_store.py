@@ -1,0 +1,127 @@
+"""The local store: POSIX files whose writes survive a power cut once the call has returned.
+
+Data is synced before a name points to it, and a directory is synced after a name in it changed.
+Must not import ray or torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from typing import BinaryIO, cast
+
+from elastic.storage.store import Entry
+
+
+class LocalStore:
+    """`Store` on a mounted filesystem: local disk, NFS, Lustre, anything with an atomic rename."""
+
+    scheme = ""
+
+    def open_input(self, path: str) -> BinaryIO:
+        return open(path, "rb")
+
+    def list(self, path: str) -> list[Entry]:
+        try:
+            scan = os.scandir(path)
+        except FileNotFoundError:
+            return []
+        with scan:
+            return sorted(_entries(scan), key=lambda entry: entry.name)
+
+    def entry(self, path: str) -> Entry | None:
+        try:
+            is_dir = os.path.isdir(path)
+            num_bytes = 0 if is_dir else os.stat(path).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return Entry(name=os.path.basename(path), is_dir=is_dir, bytes=num_bytes)
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        parent, name = os.path.split(path)
+        self.make_dirs(parent)
+        temporary = os.path.join(parent, f".{name[:100]}.{uuid.uuid4().hex}.tmp")
+        try:
+            with _DurableWriter(io.FileIO(temporary, "wb")) as file:
+                file.write(data)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        _sync_dir(parent)
+
+    def open_output(self, path: str) -> BinaryIO:
+        self.make_dirs(os.path.dirname(path))
+        return cast(BinaryIO, _DurableWriter(io.FileIO(path, "wb")))
+
+    def open_append(self, path: str) -> BinaryIO:
+        self.make_dirs(os.path.dirname(path))
+        # Unbuffered: bytes that failed to be written must not be tried again by `close`.
+        file = io.FileIO(path, "ab")
+        _sync_dir(os.path.dirname(path))
+        return cast(BinaryIO, file)
+
+    def rename(self, src: str, dst: str) -> None:
+        self.make_dirs(os.path.dirname(dst))
+        os.rename(src, dst)
+        _sync_dir(os.path.dirname(dst))
+        _sync_dir(os.path.dirname(src))
+
+    def remove_tree(self, path: str) -> None:
+        try:
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.lexists(path):
+                raise
+            return
+        _sync_dir(os.path.dirname(path))
+
+    def make_dirs(self, path: str) -> None:
+        missing = []
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for directory in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory)
+            if not os.path.isdir(directory):
+                raise NotADirectoryError(f"{directory!r} is needed as a directory but is a file")
+            _sync_dir(os.path.dirname(directory))
+
+
+class _DurableWriter(io.BufferedWriter):
+    """A file that is on the medium, not in the page cache, once `close` has returned."""
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+def _entries(scan: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:
+    for found in scan:
+        # A name that vanishes between the listing and the look at it counts as gone before.
+        with contextlib.suppress(FileNotFoundError):
+            is_dir = found.is_dir()
+            num_bytes = 0 if is_dir else found.stat().st_size
+            yield Entry(name=found.name, is_dir=is_dir, bytes=num_bytes)
+
+
+def _sync_dir(path: str) -> None:
+    descriptor = os.open(path or "/", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,137 @@
+"""Metrics: the values a run logged, by generation and step, in Parquet segments that never change.
+
+Steps that were trained again appear in both generations; `current_metrics` tells which count. Must
+not import ray or torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.format import check_format
+
+FORMAT_VERSION = 1
+_DIR = "metrics"
+_SEGMENT = re.compile(r"g(\d{5,})-(\d{9,})(?:-(\d+))?\.parquet")
+_START = ""  # the name in a row that says where its generation started; no value has it
+_SCHEMA = pa.schema(
+    [
+        ("generation", pa.int32()),
+        ("step", pa.int64()),
+        ("time_s", pa.float64()),
+        ("name", pa.utf8()),
+        ("value", pa.float64()),
+    ],
+    metadata={"format_version": str(FORMAT_VERSION)},
+)
+
+
+@dataclass
+class MetricsWriter:
+    """Collects values in memory and writes them as one segment a generation on `flush`."""
+
+    fs: Filesystem
+    _rows: dict[int, list[tuple[int, int, float, str, float]]] = field(default_factory=dict)
+
+    def start(self, generation: int, step: int, time_s: float) -> None:
+        """Notes that `step` is the first this generation makes, whether or not it logs any value.
+
+        Older generations' rows of this step and later ones are then superseded.
+        """
+        self._rows.setdefault(generation, []).append((generation, step, time_s, _START, 0.0))
+
+    def add(self, generation: int, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        """Takes the values of one step; `time_s` is wall time. Raises `ValueError` for name ""."""
+        if _START in values:
+            raise ValueError(f"a metric needs a name, found '' in step {step}")
+        rows = self._rows.setdefault(generation, [])
+        rows += [(generation, step, time_s, name, float(value)) for name, value in values.items()]
+
+    def flush(self) -> list[str]:
+        """Paths of the segments written; [] if nothing was added since the last time.
+
+        What could not be written is kept for the next flush.
+        """
+        written = []
+        for generation in sorted(self._rows):
+            rows = self._rows[generation]
+            if rows:
+                written.append(_write_segment(self.fs, generation, rows))
+            del self._rows[generation]
+        return written
+
+
+def read_metrics(fs: Filesystem) -> pa.Table:
+    """All values ever logged, a row each: generation, step, time_s, name, value.
+
+    Ordered by generation, then as logged. Raises `UnsupportedFormat`.
+    """
+    table = _read_rows(fs)
+    return table.filter(pc.not_equal(table["name"], _START))
+
+
+def current_metrics(fs: Filesystem) -> dict[int, dict[str, float]]:
+    """The values of each step by name, as of the history that counts; steps ascending.
+
+    A generation that started at step s supersedes what older ones logged for s and later steps.
+    """
+    table = _read_rows(fs)
+    limits = _limits(table)
+    current: dict[int, dict[str, float]] = {}
+    columns = (table[name].to_pylist() for name in ("generation", "step", "name", "value"))
+    for generation, step, name, value in zip(*columns, strict=True):
+        if name != _START and (limits[generation] is None or step < limits[generation]):
+            current.setdefault(step, {})[name] = value
+    return dict(sorted(current.items()))
+
+
+def _limits(table: pa.Table) -> dict[int, int | None]:
+    """By generation the first step that a newer one has made, None if there is none."""
+    starts = table.group_by("generation").aggregate([("step", "min")])
+    pairs = zip(starts["generation"].to_pylist(), starts["step_min"].to_pylist(), strict=True)
+    limits: dict[int, int | None] = {}
+    limit: int | None = None
+    for generation, start in sorted(pairs, reverse=True):
+        limits[generation] = limit
+        limit = start if limit is None else min(limit, start)
+    return limits
+
+
+def _write_segment(
+    fs: Filesystem, generation: int, rows: list[tuple[int, int, float, str, float]]
+) -> str:
+    columns = zip(*rows, strict=True)
+    arrays = [pa.array(column, kind.type) for column, kind in zip(columns, _SCHEMA, strict=True)]
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_arrays(arrays, schema=_SCHEMA), sink)
+    base = f"{_DIR}/g{generation:05d}-{rows[0][1]:09d}"
+    path, count = f"{base}.parquet", 0
+    while fs.exists(path):
+        count += 1
+        path = f"{base}-{count}.parquet"
+    fs.write_bytes(path, sink.getvalue().to_pybytes())
+    return path
+
+
+def _read_rows(fs: Filesystem) -> pa.Table:
+    found = []
+    for entry in fs.list(_DIR):
+        matched = _SEGMENT.fullmatch(entry.name)
+        if matched and not entry.is_dir:
+            found.append(([int(number or 0) for number in matched.groups()], entry.name))
+    tables = [_read_segment(fs, f"{_DIR}/{name}") for _, name in sorted(found)]
+    return pa.concat_tables(tables) if tables else _SCHEMA.empty_table()
+
+
+def _read_segment(fs: Filesystem, path: str) -> pa.Table:
+    table = pq.read_table(pa.BufferReader(fs.read_bytes(path)))
+    version = (table.schema.metadata or {}).get(b"format_version", b"0")
+    check_format(f"metrics {path}", int(version), FORMAT_VERSION)
+    return table.select(_SCHEMA.names).cast(_SCHEMA)

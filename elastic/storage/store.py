@@ -1,0 +1,43 @@
+"""A store: the few operations `Filesystem` needs of a medium, with paths that are already checked.
+
+Consumed by `Filesystem`, implemented by `LocalStore` and `ObjectStore`; tests wrap one to record or
+to break operations. Must not import ray or torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One name in a directory; `bytes` is 0 for a directory."""
+
+    name: str
+    is_dir: bool
+    bytes: int
+
+
+class Store(Protocol):
+    """Whole paths in, literal: no pattern, escape or expansion has a meaning here."""
+
+    scheme: str  # "" on a local disk
+
+    def open_input(self, path: str) -> BinaryIO: ...
+
+    def list(self, path: str) -> list[Entry]: ...
+
+    def entry(self, path: str) -> Entry | None: ...
+
+    def write_bytes(self, path: str, data: bytes) -> None: ...
+
+    def open_output(self, path: str) -> BinaryIO: ...
+
+    def open_append(self, path: str) -> BinaryIO: ...
+
+    def rename(self, src: str, dst: str) -> None: ...
+
+    def remove_tree(self, path: str) -> None: ...
+
+    def make_dirs(self, path: str) -> None: ...

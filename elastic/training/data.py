@@ -1,0 +1,251 @@
+"""The global loader: this rank's micro-batches of each step, from a global position.
+
+Position, order and global batch belong to the run; how a global batch splits over ranks and
+micro-batches is derived here, also when it does not divide. Nothing in a loader need be saved: one
+made with the same `samples_done` goes on with the same samples at any world size. Must not import
+ray.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from elastic.training.order import SampleStream, micro_batches, share
+from elastic.training.padding import IGNORED_LABEL, describe, ignore_labels, labels_of
+from elastic.training.reader import Collate, Key, MapDataset, Reader, as_read, enter_loader_process
+
+# torchdata 0.11 calls a function that torch 2.13 deprecates; no user can do anything about it.
+warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+
+# torchdata collects a state from every loader process at this interval. Ours is the position.
+_NO_SNAPSHOTS = 2**62
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One forward and backward of this rank.
+
+    `num_samples` and `num_valid_tokens` are those of this micro-batch; a padding one has none.
+    """
+
+    batch: Any
+    is_padding: bool
+    num_samples: int
+    num_valid_tokens: int
+
+
+class GlobalLoader:
+    """Iterating yields, for each optimizer step, the list of this rank's micro-batches.
+
+    The stream has no end. Every sample comes once per epoch, a global batch is always full (it may
+    straddle epochs), and all ranks get lists of the same length: a rank with fewer samples gets
+    padding micro-batches, made by `pad` from the first one of that step. Iterating again, after a
+    break or an exception too, goes on at `position`: what was prefetched and not handed out is
+    neither lost nor repeated. The process's global random streams are not touched; what a dataset
+    draws is a function of (seed, epoch, index).
+
+    dataset: map-style; items in any form that `collate` (default: torch's) takes
+    global_batch: samples per step, over all ranks
+    micro_batch: samples per micro-batch at most
+    samples_done: samples of the whole run that steps before the next one have used up
+    num_workers: loader processes of this rank; 0 reads in this process
+    pad: takes a batch of its own and returns it with nothing valid. Default: integer labels (a
+        dict's "labels" or the second of a pair) become -100
+    count_tokens: valid tokens of a batch. Default: labels other than -100; with `pad` given and no
+        labels, the number of samples
+    device: where batches are put; on CUDA from pinned memory, without waiting
+
+    Raises ValueError for numbers that make no step, a dataset without length or with fewer samples
+    than one global batch, and a padding batch that is not empty or cannot be made.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        world_rank: int,
+        world_size: int,
+        samples_done: int = 0,
+        num_workers: int = 0,
+        shuffle: bool = True,
+        collate: Collate | None = None,
+        pad: Callable[[Any], Any] | None = None,
+        count_tokens: Callable[[Any], int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        _check_numbers(global_batch, micro_batch, world_size, samples_done, num_workers)
+        self.num_samples = _checked_length(dataset, global_batch)
+        self.global_batch = global_batch
+        self._spans = micro_batches(global_batch, micro_batch, world_size, world_rank)
+        self._share = share(global_batch, world_size, world_rank)
+        self._stream = SampleStream(num_samples=self.num_samples, seed=seed, shuffle=shuffle)
+        self._position = samples_done
+        self._num_workers = num_workers
+        self._reader = Reader(dataset, collate or default_collate, seed)
+        self._pad = pad or ignore_labels
+        self._count_tokens = count_tokens
+        self._device = None if device is None else torch.device(device)
+        # Weak, or the iterator would live in a cycle with its loader and its processes with it.
+        self._steps: weakref.ref[Generator[list[MicroBatch], None, None]] | None = None
+        self._check_padding()
+
+    @property
+    def position(self) -> int:
+        """Samples of the run handed out so far, in whole steps, over all ranks."""
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sample."""
+        return self._position // self.num_samples
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        self.close()
+        steps = self._iterate()
+        self._steps = weakref.ref(steps)
+        return steps
+
+    def close(self) -> None:
+        """Ends the running iterator and its loader processes, if there are any.
+
+        An iterator that nobody holds is closed by itself, but the traceback of an exception does
+        hold it.
+        """
+        steps = self._steps() if self._steps is not None else None
+        if steps is not None:
+            steps.close()
+
+    def _iterate(self) -> Generator[list[MicroBatch], None, None]:
+        batches = iter(self._fetcher())
+        while True:
+            step = self._next_step(batches)
+            # Only now: a fetch that failed must not count as handed out.
+            self._position += self.global_batch
+            yield step
+
+    def _fetcher(self) -> StatefulDataLoader:
+        return StatefulDataLoader(
+            self._reader,
+            batch_sampler=self._keys(self._position),
+            num_workers=self._num_workers,
+            collate_fn=as_read,
+            pin_memory=self._device is not None and self._device.type == "cuda",
+            worker_init_fn=enter_loader_process,
+            generator=torch.Generator().manual_seed(0),  # or the global one would be drawn from
+            snapshot_every_n_steps=_NO_SNAPSHOTS,
+        )
+
+    def _keys(self, position: int) -> Iterator[list[Key]]:
+        """The samples of this rank's micro-batches, step after step, without the padding ones."""
+        start, stop = self._share
+        while True:
+            keys = self._stream.indices(position + start, stop - start)
+            for begin, end in self._spans:
+                if begin < end:
+                    yield keys[begin - start : end - start]
+            position += self.global_batch
+
+    def _next_step(self, batches: Iterator[Any]) -> list[MicroBatch]:
+        step: list[MicroBatch] = []
+        empty: Any = None
+        for begin, end in self._spans:
+            if begin < end:
+                batch = next(batches)
+                if not step and self._has_padding:
+                    empty = self._pad(copy.deepcopy(batch))
+                step.append(self._micro_batch(batch, end - begin))
+            else:
+                step.append(self._micro_batch(copy.deepcopy(empty), 0))
+        return step
+
+    @property
+    def _has_padding(self) -> bool:
+        begin, end = self._spans[-1]
+        return begin == end
+
+    def _micro_batch(self, batch: Any, num_samples: int) -> MicroBatch:
+        return MicroBatch(
+            batch=batch if self._device is None else _moved(batch, self._device),
+            is_padding=num_samples == 0,
+            num_samples=num_samples,
+            num_valid_tokens=self._count(batch, num_samples) if num_samples else 0,
+        )
+
+    def _count(self, batch: Any, num_samples: int) -> int:
+        if self._count_tokens is not None:
+            return int(self._count_tokens(batch))
+        labels = labels_of(batch)
+        if labels is None:
+            return num_samples
+        return int((labels != IGNORED_LABEL).sum())
+
+    def _check_padding(self) -> None:
+        """Tries padding on the first sample, since another world size may need it at any time."""
+        padding = self._pad(self._reader.__getitems__([(0, 0)]))
+        found = self._count(padding, 0)
+        if found:
+            raise ValueError(
+                f"a padding micro-batch must hold nothing valid, but {found} tokens count in what "
+                f"pad= made of the first sample, a {describe(padding)}. Let pad= set every label "
+                "to the value your loss ignores, and count_tokens= leave that value out"
+            )
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """The batch with all its tensors on `device`; containers keep their type."""
+    if hasattr(batch, "to"):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        moved = copy.copy(batch)
+        for key, value in batch.items():
+            moved[key] = _moved(value, device)  # type: ignore[index]
+        return moved
+    if isinstance(batch, (tuple, list)):
+        items = [_moved(value, device) for value in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch
+
+
+def _check_numbers(
+    global_batch: int, micro_batch: int, world_size: int, samples_done: int, num_workers: int
+) -> None:
+    if micro_batch < 1:
+        raise ValueError(f"micro_batch must be 1 sample or more, found {micro_batch}")
+    if global_batch < world_size:
+        raise ValueError(
+            f"a global batch of {global_batch} samples leaves some of {world_size} ranks without a "
+            f"sample: expected {world_size} or more. Raise global_batch or train on fewer ranks"
+        )
+    if samples_done < 0 or num_workers < 0:
+        raise ValueError(
+            "samples_done and num_workers must be 0 or more, "
+            f"found {samples_done} and {num_workers}"
+        )
+
+
+def _checked_length(dataset: MapDataset, global_batch: int) -> int:
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            "expected a map-style dataset, with __len__ and __getitem__, found "
+            f"{type(dataset).__name__}: a stream has no position that another world size could "
+            "take up. Give its items an index, for example as a Parquet file"
+        )
+    length = len(dataset)
+    if length < global_batch:
+        raise ValueError(
+            f"the dataset holds {length} samples, fewer than one global batch of {global_batch}: "
+            "lower global_batch or give more data"
+        )
+    return length

@@ -1,0 +1,57 @@
+"""What one rank is told about the generation it belongs to. Plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.policy.saves import SaveInterval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """A rank's place in one generation, as the driver decided it."""
+
+    generation: int
+    world_rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    store_host: str
+    store_port: int
+    resume_step: int | None
+    """The checkpoint that all ranks restore; None starts at step 0."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.world_rank < self.world_size, self
+        assert 0 <= self.local_rank < self.local_world_size, self
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """What is the same for every rank and every generation of a run."""
+
+    run_url: str
+    """Root of the run directory: an absolute path or a URL."""
+    run_id: str
+    config: dict[str, Any] = field(default_factory=dict)
+    """The user's own, handed to the training function as `run.config`."""
+    seed: int = 0
+    save: SaveInterval = SaveInterval()
+    save_behind: str = "skip"
+    """What to do when a save is due while one is being written: `skip` (and count) or `wait`."""
+    max_save_failures: int = 3
+    """Failed saves in a row after which the run fails."""
+    collective_timeout_s: float = 1800.0
+    commit_timeout_s: float = 600.0
+    use_cuda: bool = False
+
+    def __post_init__(self) -> None:
+        if self.save_behind not in ("skip", "wait"):
+            raise ValueError(f"save_behind is 'skip' or 'wait'; found {self.save_behind!r}")
+        if self.max_save_failures < 1:
+            raise ValueError(f"max_save_failures is at least 1; found {self.max_save_failures}")
+        for name in ("collective_timeout_s", "commit_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0; found {getattr(self, name)}")

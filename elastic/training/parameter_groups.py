@@ -1,0 +1,71 @@
+"""Parameter groups: which saved group of an optimizer is which live one, told by their parameters.
+
+Position tells nothing: a group may have moved, and its list may be in another order. Must not
+import ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from elastic.training.part import NOTHING, Mismatch
+
+__all__ = ["Match", "match_groups"]
+
+
+@dataclass(kw_only=True)
+class Match:
+    """Pairs (index of the live group, index of the saved group), and what fits nowhere."""
+
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    mismatches: list[Mismatch] = field(default_factory=list)
+
+    def refuse(self, name: str, expected: str, found: str) -> None:
+        self.mismatches.append(Mismatch(name=name, expected=expected, found=found))
+
+
+def match_groups(saved: Sequence[Sequence[str]], live: Sequence[Sequence[Sequence[str]]]) -> Match:
+    """Pairs of groups with the same parameters; empty ones pair up in their order.
+
+    `saved` has one name per parameter, `live` all names that each parameter goes by.
+    """
+    match = Match()
+    home = {name: index for index, group in enumerate(live) for names in group for name in names}
+    for there, group in enumerate(saved):
+        _pair(match, there, group, home)
+    known = {name for group in saved for name in group}
+    for index, live_group in enumerate(live):
+        for names in live_group:
+            if known.isdisjoint(names):
+                match.refuse(names[0], f"a parameter of group {index}", NOTHING)
+    _pair_empty(match, saved, live)
+    if not match.mismatches and len({here for here, _ in match.pairs}) != len(live):
+        match.refuse("param_groups", _sizes(live), _sizes(saved))
+    return match
+
+
+def _pair(match: Match, there: int, group: Sequence[str], home: dict[str, int]) -> None:
+    for name in group:
+        if name not in home:
+            match.refuse(name, NOTHING, f"a parameter of group {there}")
+    homes = sorted({home[name] for name in group if name in home})
+    if len(homes) > 1:
+        stray = next(name for name in group if home.get(name) == homes[1])
+        match.refuse(stray, f"it in group {homes[1]}", f"it in one group with {group[0]!r}")
+    elif homes:
+        match.pairs.append((homes[0], there))
+
+
+def _pair_empty(
+    match: Match, saved: Sequence[Sequence[str]], live: Sequence[Sequence[Sequence[str]]]
+) -> None:
+    here = [index for index, group in enumerate(live) if not group]
+    there = [index for index, group in enumerate(saved) if not group]
+    match.pairs += zip(here, there, strict=False)
+    if len(here) != len(there):
+        match.refuse("param_groups", f"{len(here)} empty groups", f"{len(there)}")
+
+
+def _sizes(groups: Sequence[Sequence[object]]) -> str:
+    return f"groups of {', '.join(str(len(group)) for group in groups)} parameters"

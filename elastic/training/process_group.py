@@ -1,0 +1,77 @@
+"""Connecting one rank to its generation: a store of its own, then the process groups.
+
+Rank 0 binds the store's port first and only then tells it, so that no port is chosen early and
+found taken late. Every generation has a new store, a new port and a new prefix: a rank of an older
+generation cannot join by accident.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from elastic.training.membership import Membership
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The process groups of one generation. The default group carries the training collectives."""
+
+    control: dist.ProcessGroup
+    """CPU group for the small agreements at step boundaries."""
+    saves: dist.ProcessGroup
+    """CPU group for saves alone: their collectives run beside the training ones."""
+
+
+def open_store(host: str, timeout_s: float = 60.0) -> dist.TCPStore:
+    """A store that listens on a port the system chose; `.port` tells which."""
+    return dist.TCPStore(
+        host_name=host,
+        port=0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def connect(
+    member: Membership,
+    *,
+    use_cuda: bool,
+    timeout_s: float,
+    server: dist.TCPStore | None = None,
+) -> Groups:
+    """Join the generation's process groups.
+
+    `server` is rank 0's own store; the others connect to it. `timeout_s` bounds each collective.
+    """
+    store = server or dist.TCPStore(
+        host_name=member.store_host,
+        port=member.store_port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60.0),
+    )
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+        store=dist.PrefixStore(f"generation-{member.generation}", store),
+        rank=member.world_rank,
+        world_size=member.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    saves = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return Groups(control=control, saves=saves)
+
+
+def disconnect() -> None:
+    """Leave the process groups without asking the peers, who may be gone."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,119 @@
+"""The reader: turns sample keys into a collated batch, in this process or in a loader process.
+
+Whatever a dataset or a collate function draws at random is a function of (seed, epoch, index) of
+the sample, so that neither the world size, nor the number of loader processes, nor a resume changes
+it; the caller's random streams are left where they were. Must not import ray.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+Key = tuple[int, int]  # (epoch, index)
+Collate = Callable[[list[Any]], Any]
+
+
+class MapDataset(Protocol):
+    """What a loader asks of a dataset: a length, and items by index, each time the same."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Reader:
+    """Batches of a dataset, read by lists of keys; picklable when dataset and collate are.
+
+    Samples are read one by one, never through the dataset's own `__getitems__`: each has a random
+    stream of its own. The collate function goes on with the stream of the last sample.
+    """
+
+    def __init__(self, dataset: MapDataset, collate: Collate, seed: int) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
+        """The collated batch of these samples: torch's fetcher asks for a whole batch this way."""
+        with _own_random_streams():
+            samples = []
+            for key in keys:
+                self._seed_for(key)
+                samples.append(self._dataset[key[1]])
+            return self._collate(samples)
+
+    def _seed_for(self, key: Key) -> None:
+        text = f"sample/{self._seed}/{key[0]}/{key[1]}".encode()
+        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def _own_random_streams() -> Iterator[None]:
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+
+
+def as_read(batch: Any) -> Any:
+    """The batch itself: the reader has collated already, and torch wants a picklable function."""
+    return batch
+
+
+def enter_loader_process(_number: int) -> None:
+    """Prepares a forked loader process to leave no trace of its parent's connections.
+
+    A forked child holds copies of all its parent's sockets. Peers of a killed rank would not see
+    their connections end until torch's watchdog ends the children, up to 5 s later; nor would they
+    when a living rank leaves its process group. So the child dies with its parent, at once, and
+    lets go of the network sockets.
+    """
+    if sys.platform != "linux":
+        return
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG in linux/prctl.h
+    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        os._exit(1)  # it died before the signal was armed
+    _let_go_of_network_sockets()
+
+
+def _let_go_of_network_sockets() -> None:
+    # A number that is closed would be given to the next file opened, and an object that still
+    # thinks it owns a socket would write into that file. So the number stays, on /dev/null.
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        if _is_network_socket(int(name)):
+            os.dup2(null, int(name), inheritable=False)
+    os.close(null)
+
+
+def _is_network_socket(descriptor: int) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        probe = socket.socket(fileno=os.dup(descriptor))
+    except OSError:
+        return False
+    with probe:
+        return probe.family in (socket.AF_INET, socket.AF_INET6)

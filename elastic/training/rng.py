@@ -1,0 +1,86 @@
+"""Random streams of one rank: python, numpy, torch on CPU and on this rank's CUDA device.
+
+A rank either continues the streams that were saved for it, or, when the group grew past what was
+saved, begins fresh ones that nobody else has and that a second resume begins again. Must not
+import ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["InvalidStreams", "capture", "derive", "restore"]
+
+
+class InvalidStreams(ValueError):
+    """Saved streams that cannot be continued; nothing was changed."""
+
+
+def capture() -> dict[str, Any]:
+    """This rank's streams as plain values; draws nothing from them."""
+    streams: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch_cpu": torch.get_rng_state().numpy().tobytes(),
+    }
+    if torch.cuda.is_available():
+        streams["torch_cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return streams
+
+
+def restore(streams: dict[str, Any]) -> list[str]:
+    """Continues the streams that `capture` gave, bit-equal; gives the names that could not be.
+
+    Those are the CUDA stream where either side has no CUDA device. Raises `InvalidStreams` when
+    anything else is missing or malformed, and then every stream is as it was: a run that goes on
+    with half its streams diverges without a sign.
+    """
+    before = capture()
+    try:
+        _set(streams)
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        _set(before)
+        raise InvalidStreams(
+            f"the saved random streams cannot be continued: {type(error).__name__}: {error}; "
+            f"expected {sorted(before)}, found {_outline(streams)}"
+        ) from error
+    return sorted({"torch_cuda"} & (before.keys() ^ streams.keys()))
+
+
+def derive(seed: int, step: int, world_rank: int) -> None:
+    """Begins fresh streams, a function of the arguments alone and different for any other ones.
+
+    With `step` 0 they are the streams of the start of a run.
+    """
+    random.seed(_number(seed, step, world_rank, "python"))
+    np.random.seed([_number(seed, step, world_rank, f"numpy {i}") % 2**32 for i in range(4)])
+    # manual_seed reaches every CUDA device as well, so the CUDA stream is set after it.
+    torch.manual_seed(_number(seed, step, world_rank, "torch_cpu"))
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(_number(seed, step, world_rank, "torch_cuda"))
+
+
+def _set(streams: dict[str, Any]) -> None:
+    random.setstate(streams["python"])
+    np.random.set_state(streams["numpy"])
+    torch.set_rng_state(_byte_tensor(streams["torch_cpu"]))
+    if torch.cuda.is_available() and "torch_cuda" in streams:
+        torch.cuda.set_rng_state(_byte_tensor(streams["torch_cuda"]))
+
+
+def _byte_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _number(seed: int, step: int, world_rank: int, stream: str) -> int:
+    text = f"elastic random stream\n{seed}\n{step}\n{world_rank}\n{stream}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def _outline(streams: object) -> object:
+    return sorted(map(str, streams)) if isinstance(streams, dict) else type(streams).__name__

@@ -1,0 +1,441 @@
+"""The handle that a training function receives: tracking, data, the step loop and its boundaries.
+
+Saves, orders of the driver and re-forms happen at step boundaries, here and nowhere else. Works
+with any `Coordinator`; must not import ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from elastic.storage.checkpoints import Catalog
+from elastic.storage.filesystem import Filesystem
+from elastic.training import rng
+from elastic.training.checkpoint import AsyncSaver, load, verify_share
+from elastic.training.coordinator import (
+    Coordinator,
+    NoSoundCheckpoint,
+    Reform,
+)
+from elastic.training.data import GlobalLoader, MicroBatch
+from elastic.training.gradients import prepare_fsdp
+from elastic.training.membership import Membership, TrainingConfig
+from elastic.training.process_group import Groups
+from elastic.training.reporter import Reporter
+from elastic.training.saves import Saves
+from elastic.training.state import TrackedState
+from elastic.training.step import PendingMetrics, Step
+
+T = TypeVar("T")
+
+
+class Run:
+    """What a training function knows of its run. Made by the service, once per generation."""
+
+    def __init__(
+        self,
+        *,
+        member: Membership,
+        config: TrainingConfig,
+        coordinator: Coordinator,
+        groups: Groups,
+        device: torch.device,
+        kept: dict[str, Any],
+    ) -> None:
+        self.config: dict[str, Any] = config.config
+        """The user's own configuration (`train_loop_config`)."""
+        self.seed = config.seed
+        self.device = device
+        self.generation = member.generation
+        self.world_rank = member.world_rank
+        self.world_size = member.world_size
+        self.local_rank = member.local_rank
+        self.step = 0
+        """Finished optimizer steps over the whole run; likewise the three below."""
+        self.samples = 0
+        self.tokens = 0
+        self.epoch = 0
+        self._member = member
+        self._settings = config
+        self._coordinator = coordinator
+        self._groups = groups
+        self._kept = kept
+        self._mesh: DeviceMesh | None = None
+        self._state: TrackedState | None = None
+        self._rng: Callable[[], None] | None = None
+        self._pending: tuple[int, dict[str, float], PendingMetrics] | None = None
+        self._saves_seen = 0
+        self._filesystem = Filesystem.at(config.run_url)
+        self._reporter = Reporter(coordinator)
+        self._begun_s = time.monotonic()
+        self._loaded_s: float | None = None
+        saver = self.once("elastic.saver", AsyncSaver)
+        saver.attach(groups.saves)
+        self._saves = Saves(
+            member=member,
+            config=config,
+            coordinator=coordinator,
+            groups=groups,
+            filesystem=self._filesystem,
+            saver=saver,
+            reporter=self._reporter,
+        )
+
+    # --- set-up -----------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """A one-dimensional device mesh over all ranks of this generation, for `fully_shard`."""
+        if self._mesh is None:
+            # The generation is in the dimension's name because DTensor's caches take two meshes
+            # of one shape for equal, also when this process's rank in them differs.
+            self._mesh = init_device_mesh(
+                self.device.type,
+                (self.world_size,),
+                mesh_dim_names=(f"shard_g{self.generation}",),
+            )
+        return self._mesh
+
+    def once(self, key: str, make: Callable[[], T]) -> T:
+        """What `make` returned the first time in this process, kept over generations."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        kept: T = self._kept[key]
+        return kept
+
+    def track(self, **objects: Any) -> None:
+        """Name everything a checkpoint holds, and restore it in place if there is one to resume.
+
+        `model` and `optimizer` by those names; a scheduler, a GradScaler, an EMA, counters or
+        anything with `state_dict` and `load_state_dict` by any name. FSDP2 modules are set to sum
+        gradients rather than to average them, since the loss is divided already.
+
+        Raises:
+            StateMismatch: the checkpoint does not fit these objects; names the parameter.
+            NoSoundCheckpoint: there are checkpoints, and the bytes of every one are bad.
+        """
+        if self._state is not None:
+            raise RuntimeError(
+                "run.track was called twice; expected one call that names everything a checkpoint "
+                "should hold, such as run.track(model=model, optimizer=optimizer)"
+            )
+        for value in objects.values():
+            if isinstance(value, torch.nn.Module):
+                prepare_fsdp(value)
+        self._state = TrackedState(**objects)
+        self._rng = lambda: rng.derive(self.seed, 0, self.world_rank)
+        built_s = time.monotonic()
+        if self._member.resume_step is not None:
+            self._reporter.phase = "load"
+            self._restore(self._member.resume_step)
+        self._loaded_s = time.monotonic()
+        self._rng()
+        self._reporter.step = self.step
+        self._coordinator.notify(
+            "restored",
+            {
+                "step": self.step,
+                "resumed": self._member.resume_step is not None,
+                "build_s": built_s - self._begun_s,
+                "load_s": self._loaded_s - built_s,
+            },
+        )
+
+    def _restore(self, step: int) -> None:
+        assert self._state is not None
+        catalog = Catalog(self._filesystem, self._settings.run_id)
+        control = self._groups.control
+        while True:
+            manifest = catalog.manifest(step)
+            path = catalog.data_path(step)
+            problems = verify_share(
+                self._filesystem, path, manifest.files, self.world_rank, self.world_size
+            )
+            everyone: list[list[str] | None] = [None] * self.world_size
+            dist.all_gather_object(everyone, problems, group=control)
+            bad = [problem for found in everyone for problem in (found or [])]
+            if not bad:
+                break
+            step = self._step_back(step, "; ".join(bad))
+        restored = load(self._filesystem, path, manifest, self._state, control)
+        counters = restored.plain["counters"]
+        self.step, self.samples = counters["step"], counters["samples"]
+        self.tokens, self.epoch = counters["tokens"], counters["epoch"]
+        self._saves.restored(self.step)
+        self._rng = self._rng_to_restore(restored.rank_plain)
+
+    def _step_back(self, step: int, reason: str) -> int:
+        """The next older checkpoint. Rank 0 asks, and all are told: one decision for the group."""
+        answer: list[Any] = [None, ""]
+        if self.world_rank == 0:
+            try:
+                answer[0] = self._coordinator.next_checkpoint(step, reason)
+            except NoSoundCheckpoint as error:
+                answer[1] = str(error)
+        dist.broadcast_object_list(answer, src=0, group=self._groups.control)
+        if answer[0] is None:
+            raise NoSoundCheckpoint(answer[1])
+        return int(answer[0])
+
+    def _rng_to_restore(self, rank_plain: dict[str, Any] | None) -> Callable[[], None]:
+        if rank_plain is not None:
+            return lambda: rng.restore(rank_plain["rng"])
+        step, rank = self.step, self.world_rank
+        return lambda: rng.derive(self.seed, step, rank)
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        count_tokens: Callable[[Any], int] | None = None,
+        pad: Callable[[Any], Any] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        shuffle: bool = True,
+    ) -> GlobalLoader:
+        """This rank's part of each global batch, from where the run stands.
+
+        `global_batch` and `micro_batch` are in samples. The order of samples is a function of seed
+        and epoch alone, and the global batch is the same at any world size. `count_tokens(batch)`
+        gives the valid tokens of one micro-batch, `pad(batch)` one without any.
+
+        Raises:
+            ValueError: see `GlobalLoader`.
+            RuntimeError: called before `run.track`, which tells where the run stands.
+        """
+        self._tracked("run.loader")
+        return GlobalLoader(
+            dataset,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            seed=self.seed,
+            world_rank=self.world_rank,
+            world_size=self.world_size,
+            samples_done=self.samples,
+            num_workers=num_workers,
+            shuffle=shuffle,
+            collate=collate,
+            pad=pad,
+            count_tokens=count_tokens,
+            device=self.device,
+        )
+
+    def _tracked(self, caller: str) -> TrackedState:
+        if self._state is None:
+            raise RuntimeError(
+                f"{caller} needs to know where the run stands; "
+                "call run.track(model=..., optimizer=...) before it"
+            )
+        return self._state
+
+    # --- the loop ---------------------------------------------------------------------------
+
+    def steps(
+        self,
+        loader: GlobalLoader,
+        until: int | None = None,
+        *,
+        until_samples: int | None = None,
+        until_tokens: int | None = None,
+    ) -> Iterator[Step]:
+        """The optimizer steps still to do, until a total of steps, samples or tokens.
+
+        The state of step 0 is committed before step 1, and that of the last step before this ends.
+
+        Raises:
+            SaveFailed: a checkpoint that must be there could not be committed.
+        """
+        state = self._tracked("run.steps")
+        if until is None and until_samples is None and until_tokens is None:
+            raise ValueError("run.steps needs an end: until=, until_samples= or until_tokens=")
+        if self._rng is not None:
+            # Last of all, so that nothing the user did while building draws from these streams.
+            self._rng()
+            self._rng = None
+        self._commit_start(state)
+
+        def is_over() -> bool:
+            return (
+                (until is not None and self.step >= until)
+                or (until_samples is not None and self.samples >= until_samples)
+                or (until_tokens is not None and self.tokens >= until_tokens)
+            )
+
+        batches = iter(loader)
+        while not is_over():
+            self._reporter.phase = "data"
+            micro_batches: list[MicroBatch] = next(batches)
+            agreement = self._agree(sum(batch.num_valid_tokens for batch in micro_batches))
+            step = Step(
+                number=self.step + 1,
+                batches=micro_batches,
+                num_valid_tokens=agreement.num_valid_tokens,
+                device=self.device,
+            )
+            self._reporter.phase = "forward-backward"
+            begun_s = time.monotonic()
+            try:
+                yield step
+            except GeneratorExit:
+                # The loop was left by `break`: the step it was in counts as done.
+                self._advance(loader.global_batch, agreement, loader.epoch)
+                raise
+            self._advance(loader.global_batch, agreement, loader.epoch)
+            self._push_metrics(step, agreement, begun_s)
+            if not is_over():
+                self._boundary(state, agreement)
+        self._end(state)
+
+    def end_step(self, *, samples: int, tokens: int = 0) -> None:
+        """Finish one optimizer step of a loop that the user owns outright.
+
+        `samples` and `tokens` are what this rank used in the step; they are summed over the ranks.
+        Saves, notices and re-forms happen in here.
+        """
+        state = self._tracked("run.end_step")
+        self._rng = None
+        self._commit_start(state)
+        agreement = self._agree(tokens, samples)
+        self._advance(agreement.samples(), agreement, self.epoch)
+        self._boundary(state, agreement)
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """A phase of its own, with its own limits; the random streams are restored after it."""
+        before, phase = rng.capture(), self._reporter.phase
+        self._reporter.phase = "evaluation"
+        try:
+            yield
+        finally:
+            rng.restore(before)
+            self._reporter.phase = phase
+
+    # --- boundaries -------------------------------------------------------------------------
+
+    def _commit_start(self, state: TrackedState) -> None:
+        if self.step == 0 and self._saves.committed_step < 0:
+            self._reporter.phase = "save"
+            self._saves.save_and_wait(state, self._counters())
+
+    def _agree(self, num_valid_tokens: int, num_samples: int = 0) -> Agreement:
+        orders = self._coordinator.orders()
+        asked = orders.saves_asked > self._saves_seen
+        self._saves_seen = orders.saves_asked
+        is_first = self.world_rank == 0
+        wants = [
+            num_valid_tokens,
+            num_samples,
+            int(is_first and (asked or self._saves.is_due(self.step + 1))),
+            int(orders.leave),
+        ]
+        return Agreement(wants, self._groups.control)
+
+    def _advance(self, num_samples: int, agreement: Agreement, epoch: int) -> None:
+        self.step += 1
+        self.samples += num_samples
+        self.tokens += agreement.num_valid_tokens()
+        self.epoch = epoch
+        self._reporter.step = self.step
+        self._reporter.counters = self._counters()
+        if self._loaded_s is not None:
+            first_step_s, self._loaded_s = time.monotonic() - self._loaded_s, None
+            self._coordinator.notify(
+                "first_step", {"step": self.step, "first_step_s": first_step_s}
+            )
+
+    def _counters(self) -> dict[str, int]:
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "epoch": self.epoch,
+        }
+
+    def _push_metrics(self, step: Step, agreement: Agreement, begun_s: float) -> None:
+        self._flush_metrics()
+        extra = {
+            "tokens": float(agreement.num_valid_tokens()),
+            "step_s": time.monotonic() - begun_s,
+        }
+        self._pending = (step.number, extra, step.metrics(self._groups.control))
+
+    def _flush_metrics(self) -> None:
+        """Take in the metrics of the step before. Every rank does, only rank 0 sends them."""
+        if self._pending is None:
+            return
+        number, extra, pending = self._pending
+        self._pending = None
+        values = {**extra, **pending.read()}
+        if self.world_rank == 0:
+            self._reporter.add_row(number, values)
+
+    def _boundary(self, state: TrackedState, agreement: Agreement) -> None:
+        self._saves.settle()
+        if agreement.leave():
+            self._reporter.phase = "save"
+            self._flush_metrics()
+            self._saves.save_and_wait(state, self._counters())
+            raise Reform(f"left at step {self.step}")
+        if agreement.save():
+            self._reporter.phase = "save"
+            self._flush_metrics()
+            self._saves.save_or_skip(state, self._counters())
+
+    def _end(self, state: TrackedState) -> None:
+        self._reporter.phase = "end"
+        self._flush_metrics()
+        self._saves.save_and_wait(state, self._counters())
+
+    def finish(self) -> None:
+        """Called by the service when the training function has returned.
+
+        Raises:
+            SaveFailed: the last step could not be committed.
+        """
+        if self._state is not None:
+            self._end(self._state)
+        self.close()
+
+    def close(self) -> None:
+        """End this run's threads. The process groups are the caller's to end."""
+        self._reporter.close()
+
+
+class Agreement:
+    """What all ranks want of one step, summed over them while the forward pass runs."""
+
+    def __init__(self, wants: list[int], group: dist.ProcessGroup) -> None:
+        self._sums = torch.tensor(wants, dtype=torch.int64)
+        self._work = dist.all_reduce(self._sums, group=group, async_op=True)
+        self._values: list[int] | None = None
+
+    def _value(self, index: int) -> int:
+        if self._values is None:
+            self._work.wait()
+            self._values = self._sums.tolist()
+        return self._values[index]
+
+    def num_valid_tokens(self) -> int:
+        """Valid tokens of the global batch."""
+        return self._value(0)
+
+    def samples(self) -> int:
+        """Samples of the global batch, in a loop that the user owns."""
+        return self._value(1)
+
+    def save(self) -> bool:
+        """Whether to save after this step."""
+        return self._value(2) > 0
+
+    def leave(self) -> bool:
+        """Whether to save, commit and leave after this step."""
+        return self._value(3) > 0

@@ -1,0 +1,198 @@
+"""The saves of one rank in one generation: when, one at a time, and what became of them.
+
+All ranks decide alike, since each decision is taken on numbers that were summed over the group.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.storage.checkpoints import TensorInfo
+from elastic.storage.filesystem import Filesystem
+from elastic.training import rng
+from elastic.training.checkpoint import AsyncSaver
+from elastic.training.coordinator import CommitResult, Coordinator, SaveFailed, Shard
+from elastic.training.membership import Membership, TrainingConfig
+from elastic.training.process_group import Groups
+from elastic.training.reporter import Reporter
+from elastic.training.state import TrackedState
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flight:
+    step: int
+    result: Future[CommitResult]
+
+
+class Saves:
+    """Saves of the tracked state, at most one in flight."""
+
+    def __init__(
+        self,
+        *,
+        member: Membership,
+        config: TrainingConfig,
+        coordinator: Coordinator,
+        groups: Groups,
+        filesystem: Filesystem,
+        saver: AsyncSaver,
+        reporter: Reporter,
+    ) -> None:
+        self._member = member
+        self._config = config
+        self._coordinator = coordinator
+        self._groups = groups
+        self._filesystem = filesystem
+        self._saver = saver
+        self._reporter = reporter
+        self._flight: _Flight | None = None
+        self._attempt = 0
+        self._failures_in_a_row = 0
+        self.last_step = -1
+        """Step of the last save that was begun, or restored."""
+        self.last_s = time.monotonic()
+        self.committed_step = -1
+
+    def is_due(self, step: int) -> bool:
+        """Whether the interval asks for a save after `step`. Rank 0's answer counts."""
+        return self._config.save.is_due(
+            step=step, last_step=self.last_step, now_s=time.monotonic(), last_s=self.last_s
+        )
+
+    def restored(self, step: int) -> None:
+        """The live state is that of this committed checkpoint."""
+        self.last_step = self.committed_step = step
+        self.last_s = time.monotonic()
+
+    def save_or_skip(self, state: TrackedState, counters: Mapping[str, int]) -> None:
+        """Begin a save, unless one is still in flight on any rank and the policy is to skip.
+
+        Raises:
+            SaveFailed: as many saves in a row have failed as the run allows.
+        """
+        self.settle()
+        if self._config.save_behind == "wait":
+            self.wait()
+        busy = torch.tensor([int(self._flight is not None)])
+        dist.all_reduce(busy, group=self._groups.control)
+        if busy.item() == 0:
+            self._begin(state, counters)
+        elif self._member.world_rank == 0:
+            self._coordinator.notify("save_skipped", {"step": counters["step"]})
+
+    def save_and_wait(self, state: TrackedState, counters: Mapping[str, int]) -> None:
+        """The state of this step, committed when this returns.
+
+        Raises:
+            SaveFailed: it could not be committed in two tries.
+        """
+        self.wait()
+        if self.committed_step == counters["step"]:
+            return
+        for _ in range(2):
+            self._begin(state, counters)
+            result = self.wait()
+            if result.committed:
+                return
+        raise SaveFailed(
+            f"the checkpoint of step {counters['step']} could not be committed: {result.reason}"
+        )
+
+    def wait(self) -> CommitResult:
+        """The outcome of the save in flight; committed when there is none."""
+        if self._flight is not None:
+            self._flight.result.result()
+        return self.settle()
+
+    def settle(self) -> CommitResult:
+        """Take note of a save that has ended, and fail the run when too many have failed."""
+        flight = self._flight
+        if flight is None or not flight.result.done():
+            return CommitResult(committed=True)
+        self._flight = None
+        result = flight.result.result()
+        if result.committed:
+            self.committed_step = flight.step
+            self._failures_in_a_row = 0
+            return result
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= self._config.max_save_failures:
+            raise SaveFailed(
+                f"{self._failures_in_a_row} saves in a row have failed "
+                f"(limit {self._config.max_save_failures}); the last, of step {flight.step}: "
+                f"{result.reason}"
+            )
+        return result
+
+    def _begin(self, state: TrackedState, counters: Mapping[str, int]) -> None:
+        member = self._member
+        self._attempt += 1
+        step = counters["step"]
+        path = f"checkpoints/step-{step}.tmp-{member.generation}-{self._attempt}"
+        begun_s = time.monotonic()
+        captured = state.capture()
+        handle = self._saver.save(
+            self._filesystem,
+            path,
+            captured.tensors,
+            plain={"counters": dict(counters), "tracked": captured.plain},
+            rank_plain={"rng": rng.capture()},
+            rank=member.world_rank,
+        )
+        stall_s = time.monotonic() - begun_s
+        tensors = {
+            name: TensorInfo(shape=list(tensor.shape), dtype=str(tensor.dtype))
+            for name, tensor in captured.tensors.items()
+        }
+
+        def shard(files: Any = (), failure: str = "") -> Shard:
+            return Shard(
+                generation=member.generation,
+                attempt=self._attempt,
+                step=step,
+                world_rank=member.world_rank,
+                world_size=member.world_size,
+                path=path,
+                files=tuple(files),
+                failure=failure,
+                counters=dict(counters),
+                tensors=tensors if member.world_rank == 0 else {},
+                stall_s=stall_s,
+                write_s=time.monotonic() - begun_s,
+            )
+
+        def finish() -> CommitResult:
+            try:
+                done = shard(files=handle.files())
+            except Exception as error:
+                done = shard(failure=f"rank {member.world_rank}: {type(error).__name__}: {error}")
+            # Metrics up to this step reach the driver before the commit, so that a resumed
+            # history has no gap below the checkpoint.
+            self._reporter.flush()
+            return self._coordinator.commit(done, self._config.commit_timeout_s)
+
+        self._flight = _Flight(step=step, result=_in_background(finish))
+        self.last_step, self.last_s = step, time.monotonic()
+
+
+def _in_background(work: Callable[[], CommitResult]) -> Future[CommitResult]:
+    future: Future[CommitResult] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_result(
+                CommitResult(committed=False, reason=f"{type(error).__name__}: {error}")
+            )
+
+    threading.Thread(target=run, name="elastic-save", daemon=True).start()
+    return future

@@ -1,0 +1,120 @@
+"""The command line of the benchmarks: parses, prints, writes JSON. Measures nothing itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jobs.bench.engines import DEFAULT_ENGINES, ENGINES
+from jobs.bench.faults import FAULTS
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if problem := options.check(options):
+        parser.error(problem)
+    result: dict[str, Any] = options.run(options)
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+        print(f"written to {options.json}")
+    return 1 if result.get("failures") else 0
+
+
+def _fault_reaches_engines(options: argparse.Namespace) -> str:
+    """Why the fault cannot be measured under these engines; empty when it can."""
+    beyond = [name for name in options.engines if not ENGINES[name].needs_cluster]
+    if FAULTS[options.fault].needs_cluster and beyond:
+        return (
+            f"--fault {options.fault} strikes a Ray node, and {', '.join(beyond)} runs without Ray; "
+            "leave it out of --engines, or take --fault worker"
+        )
+    return ""
+
+
+def _nothing_to_check(options: argparse.Namespace) -> str:
+    return ""
+
+
+def _recovery(options: argparse.Namespace) -> dict[str, Any]:
+    from jobs.bench.recovery import Bench, table
+
+    bench = Bench(
+        fault=FAULTS[options.fault],
+        engines=[ENGINES[name] for name in options.engines],
+        num_repeats=1 if options.quick else options.repeats,
+        save_every_steps=6 if options.quick else 20,
+    )
+    result = bench.run(_say)
+    print(table(result))
+    return result
+
+
+def _overhead(options: argparse.Namespace) -> dict[str, Any]:
+    from jobs.bench.overhead import Bench, table
+
+    bench = Bench(num_blocks=4 if options.quick else options.blocks)
+    result = bench.run(_say)
+    print(table(result))
+    return result
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jobs.bench", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    recovery = commands.add_parser(
+        "recovery", help="time from a fault to the first new step, and the steps lost"
+    )
+    recovery.add_argument("--fault", choices=sorted(FAULTS), default="worker")
+    recovery.add_argument(
+        "--engines",
+        type=_engine_names,
+        default=list(DEFAULT_ENGINES),
+        metavar="NAME,...",
+        help=f"of {', '.join(ENGINES)}",
+    )
+    recovery.add_argument("--repeats", type=_positive, default=5, metavar="N")
+    recovery.set_defaults(run=_recovery, check=_fault_reaches_engines)
+
+    overhead = commands.add_parser(
+        "overhead", help="step time of the service against the same loop without it"
+    )
+    overhead.add_argument(
+        "--blocks", type=_positive, default=40, metavar="N", help="blocks of the service's steps"
+    )
+    overhead.set_defaults(run=_overhead, check=_nothing_to_check)
+
+    for command in (recovery, overhead):
+        command.add_argument(
+            "--quick", action="store_true", help="smaller and less sure: a check that it works"
+        )
+        command.add_argument("--json", metavar="PATH", help="write the result there")
+    return parser
+
+
+def _engine_names(text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in names if name not in ENGINES]:
+        raise argparse.ArgumentTypeError(
+            f"expected engines of {', '.join(ENGINES)}, found {', '.join(unknown)}"
+        )
+    return names
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""`bench overhead`: what a step costs more under the service than without it, saving off.
+
+Must not import torch or elastic: the loops are in `overhead_loop`, which runs in the workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from jobs.bench.cluster import local_cluster
+from jobs.bench.engine_process import engine_process, wait_for
+from jobs.bench.statistics import bootstrap_interval, paired_ratios
+
+NUM_WORKERS, DEADLINE_S = 2, 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """`num_blocks` blocks of the service's steps, each between two of the bare loop's."""
+
+    num_blocks: int = 40
+    steps_per_block: int = 10
+
+    def run(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """The report, ready for JSON.
+
+        Raises MeasurementFailed when the run ends without its result.
+        """
+        say(
+            f"{self.num_blocks} blocks of {self.steps_per_block} steps on {NUM_WORKERS} workers ..."
+        )
+        # The first block of each side warms caches and allocators up, and is thrown away.
+        with local_cluster(
+            num_nodes=1, cpus_per_node=NUM_WORKERS, fast_health_checks=True
+        ) as cluster:
+            plan = {
+                "directory": str(cluster.directory),
+                "address": cluster.address,
+                "num_blocks": self.num_blocks + 1,
+                "steps_per_block": self.steps_per_block,
+                "num_workers": NUM_WORKERS,
+            }
+            with engine_process(
+                "jobs.bench.overhead_loop", json.dumps(plan), directory=cluster.directory
+            ) as process:
+                result = cluster.directory / "blocks.json"
+                wait_for(result.exists, process, DEADLINE_S, "write its result")
+            blocks = json.loads(result.read_text())
+        return report(blocks["served_s"][1:], blocks["bare_s"][1:])
+
+
+def report(served_s: list[float], bare_s: list[float]) -> dict[str, Any]:
+    """The JSON of `bench overhead`, from the seconds per step of each block."""
+    ratios = paired_ratios(served_s, bare_s)
+    low, high = bootstrap_interval(ratios)
+    return {
+        "ratio_median": median(ratios),
+        "ci95": [low, high],
+        "blocks": [
+            {"service_step_s": service, "bare_step_s": bare, "ratio": ratio}
+            for service, bare, ratio in zip(served_s, bare_s, ratios, strict=False)
+        ],
+        "bare_step_s": median(bare_s),
+        "service_step_s": median(served_s),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The report for a reader."""
+    low, high = result["ci95"]
+    return (
+        f"step of the bare loop {result['bare_step_s'] * 1e3:.1f} ms, "
+        f"of the service {result['service_step_s'] * 1e3:.1f} ms (medians of blocks)\n"
+        f"ratio {result['ratio_median']:.4f}, 95 % interval {low:.4f} to {high:.4f} "
+        f"over {len(result['blocks'])} blocks"
+    )

@@ -1,0 +1,128 @@
+"""The two loops that `bench overhead` compares, in the same processes and on the same group.
+
+Run as a driver script with a `Plan` as its argument. Blocks of the service's steps and of the bare
+loop's alternate inside one training function, so that both meet the same machine, the same model
+and the same state of its caches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, DistributedSampler
+
+import elastic
+from jobs.bench import workload
+from jobs.bench.engine_process import connect
+
+GLOBAL_BATCH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """`num_blocks` blocks of the service's steps, between and around them one more of bare steps."""
+
+    directory: str
+    address: str
+    num_blocks: int
+    steps_per_block: int
+    num_workers: int = 2
+
+    @property
+    def result(self) -> Path:
+        return Path(self.directory) / "blocks.json"
+
+
+class BareLoop:
+    """What a user writes without the service: FSDP2, a stock loader, a stock sampler."""
+
+    def __init__(self, run: elastic.Run) -> None:
+        self._model = workload.build_model(run.mesh)
+        self._optimizer = workload.build_optimizer(self._model)
+        samples = workload.Samples()
+        sampler = DistributedSampler(samples, run.world_size, run.world_rank, seed=run.seed)
+        share = GLOBAL_BATCH // run.world_size
+        self._loader = DataLoader(samples, batch_size=share, sampler=sampler, drop_last=True)
+        self._batches = iter(self._loader)
+
+    def do_steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            batch = self._next_batch()
+            (workload.loss_sum(self._model, batch) / batch["labels"].numel()).backward()
+            clip_grad_norm_(self._model.parameters(), 1.0)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+    def _next_batch(self) -> dict[str, torch.Tensor]:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self._loader)
+            return next(self._batches)
+
+
+def train(run: elastic.Run) -> None:
+    torch.set_num_threads(1)
+    plan = Plan(**run.config)
+    model = workload.build_model(run.mesh)
+    optimizer = workload.build_optimizer(model)
+    bare = BareLoop(run)
+    run.track(model=model, optimizer=optimizer)
+    loader = run.loader(
+        workload.Samples(), global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH // run.world_size
+    )
+    served_s: list[float] = []
+    bare_s: list[float] = []
+    begun_s = 0.0
+    # One step more than the blocks hold: the last block ends where the step after it begins, for
+    # what the service does at a step's end happens when the next one is asked for.
+    for step in run.steps(loader, until=plan.num_blocks * plan.steps_per_block + 1):
+        if (step.number - 1) % plan.steps_per_block == 0:
+            if step.number > 1:
+                served_s.append((time.perf_counter() - begun_s) / plan.steps_per_block)
+            bare_s.append(_timed(bare, plan.steps_per_block))
+            dist.barrier()
+            begun_s = time.perf_counter()
+        for batch in step:
+            loss = workload.loss_sum(model, batch) / step.num_valid_tokens
+            loss.backward()
+            step.log(loss=loss)
+        step.grad_norm = clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    if run.world_rank == 0:
+        plan.result.write_text(json.dumps({"served_s": served_s, "bare_s": bare_s}))
+
+
+def _timed(bare: BareLoop, num_steps: int) -> float:
+    """Seconds per step of one block of the bare loop."""
+    dist.barrier()
+    begun_s = time.perf_counter()
+    bare.do_steps(num_steps)
+    return (time.perf_counter() - begun_s) / num_steps
+
+
+def main() -> None:
+    plan = Plan(**json.loads(sys.argv[1]))
+    connect(plan.address)
+    config: dict[str, Any] = dataclasses.asdict(plan)
+    elastic.ElasticTrainer(
+        train,
+        train_loop_config=config,
+        scaling_config=ray.train.ScalingConfig(num_workers=plan.num_workers),
+        run_config=ray.train.RunConfig(name="overhead", storage_path=plan.directory),
+    ).fit()
+
+
+if __name__ == "__main__":
+    main()

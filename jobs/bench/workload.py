@@ -1,0 +1,121 @@
+"""The model, the data and the optimizer that every engine trains: one decoder-shaped stack on
+made-up tokens.
+
+What differs between engines is who forms the group, saves and loads; that is theirs, and not here.
+Must not import ray or elastic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+NUM_CLASSES, LENGTH, GLOBAL_BATCH = 512, 16, 12
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Token ids `[batch, length]` in, logits `[batch, length, NUM_CLASSES]` out."""
+
+    def __init__(self, width: int, num_blocks: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(NUM_CLASSES, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, NUM_CLASSES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build_model(mesh: DeviceMesh, *, width: int = 256, num_blocks: int = 4) -> Model:
+    """The model with the same weights on every rank and in every run, sharded block by block over
+    `mesh`.
+    """
+    torch.manual_seed(0)
+    model = Model(width, num_blocks)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def loss_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(batch["input_ids"])
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+    )
+
+
+class Samples(torch.utils.data.Dataset):
+    """`num_samples` samples, each a function of its index alone."""
+
+    def __init__(self, num_samples: int = 4096) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = (torch.arange(LENGTH + 1) * 31 + index * 7) % NUM_CLASSES
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
+def batch_of(samples: Samples, step: int, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """This rank's share of the global batch of `step`, for loops that have no loader of ours."""
+    share = GLOBAL_BATCH // world_size
+    first = step * GLOBAL_BATCH + rank * share
+    return torch.utils.data.default_collate(
+        [samples[(first + i) % len(samples)] for i in range(share)]
+    )
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
+) -> None:
+    """One optimizer step as a rival does it: the loss is this rank's mean, FSDP2 averages."""
+    (loss_sum(model, batch) / batch["labels"].numel()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class AppState(Stateful):
+    """Model, optimizer and step as the rivals give them to DCP, which loads them in place."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer, self.step = model, optimizer, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.step = state["step"]

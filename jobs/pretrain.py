@@ -1,0 +1,365 @@
+"""Pretrain a small language model elastically: `python -m jobs.pretrain`.
+
+Starts a local Ray by itself, or joins the cluster when it runs as a Ray job. Checks everything it
+can before any worker starts. Same name, same storage: the run resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import elastic
+
+DEFAULT_STORAGE = Path("~/elastic-runs").expanduser()
+OPTIMIZERS = ("adamw", "sgd")
+
+
+def train(run: elastic.Run) -> None:
+    """The training function: called once per generation, on every rank."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.utils import clip_grad_norm_
+
+    from elastic.training.parquet import ParquetTokens
+    from jobs.model import ModelConfig, build, loss_sum
+    from jobs.text import ensure_tokens
+
+    config = run.config
+    if run.device.type == "cpu":
+        torch.set_num_threads(1)
+    text = run.once("text", lambda: ensure_tokens(config["data"], config["data_identity"]))
+    dataset = run.once(
+        "dataset", lambda: ParquetTokens(text.path, length=config["sequence_length"])
+    )
+    dtype = getattr(torch, config["dtype"])
+    model = build(ModelConfig(**config["model"]), seed=run.seed, device=run.device, dtype=dtype)
+    for layer in model.layers:
+        fully_shard(layer, mesh=run.mesh)
+    fully_shard(model, mesh=run.mesh)
+    if config["optimizer"] == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            model.parameters(), lr=config["lr"], momentum=0.9
+        )
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
+    warmup_steps = config["warmup_steps"]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / warmup_steps)
+    )
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    loader = run.loader(
+        dataset, global_batch=config["global_batch"], micro_batch=config["micro_batch"]
+    )
+    for step in run.steps(loader, until=config["steps"]):
+        for batch in step:
+            loss = loss_sum(model, batch) / step.num_valid_tokens
+            loss.backward()
+            step.log(loss=loss)
+        step.grad_norm = clip_grad_norm_(model.parameters(), 1.0)
+        step.record(lr=scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+# --- command line ----------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jobs.pretrain", description=__doc__)
+    parser.add_argument("--name", help="the run; the same name resumes (default: a new one)")
+    parser.add_argument(
+        "--storage", default=None, help=f"path or URL for all runs (default {DEFAULT_STORAGE})"
+    )
+    parser.add_argument("--data", help="text or Parquet, file or folder (default: Python's library)")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps in all")
+    parser.add_argument("--num-workers", default="2", metavar="N|MIN:MAX")
+    parser.add_argument("--global-batch", type=int, default=32, help="samples per step")
+    parser.add_argument("--micro-batch", type=int, default=8, help="samples per forward")
+    parser.add_argument("--sequence-length", type=int, default=128, help="tokens per sample")
+    parser.add_argument("--model", default="tiny", help="model preset")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--warmup-steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-every", default="50steps", help="such as 50, 50steps or 60s")
+    parser.add_argument("--save-behind", choices=("skip", "wait"), default="skip")
+    parser.add_argument("--keep", type=int, default=3, help="newest checkpoints to keep; -1 all")
+    parser.add_argument("--keep-every", type=int, help="also keep steps divisible by this")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
+    parser.add_argument("--max-failures", type=int, default=0, help="restarts for exceptions")
+    parser.add_argument("--grow-interval", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--wait-for-capacity", type=float, default=300.0, metavar="SECONDS")
+    parser.add_argument("--json", metavar="PATH", help="write the summary here")
+    parser.add_argument("--quiet", action="store_true", help="no progress lines")
+    return parser
+
+
+class InvalidInput(ValueError):
+    """Arguments that cannot work; the message says what to do."""
+
+
+def parse_workers(text: str) -> int | tuple[int, int]:
+    """`"3"` to 3, `"2:4"` to (2, 4).
+
+    Raises:
+        InvalidInput: it is neither, or names no possible group.
+    """
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    if found is None:
+        raise InvalidInput(f"--num-workers is N or MIN:MAX, such as 2 or 2:4; found {text!r}")
+    low, high = int(found[1]), int(found[2] or found[1])
+    if low < 1 or high < low:
+        raise InvalidInput(
+            f"--num-workers needs at least 1 worker and MIN not above MAX; found {text!r}"
+        )
+    return low if found[2] is None else (low, high)
+
+
+def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[int, int]]:
+    """The training function's configuration and the number of workers, all checked.
+
+    Raises:
+        InvalidInput: something cannot work.
+    """
+    from elastic.policy.saves import SaveInterval
+    from jobs.model import PRESETS
+    from jobs.text import prepare
+
+    num_workers = parse_workers(arguments.num_workers)
+    smallest = num_workers if isinstance(num_workers, int) else num_workers[0]
+    for name in ("steps", "global_batch", "micro_batch", "sequence_length", "warmup_steps"):
+        if getattr(arguments, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise InvalidInput(f"{flag} must be at least 1; found {getattr(arguments, name)}")
+    if arguments.global_batch < smallest:
+        raise InvalidInput(
+            f"--global-batch {arguments.global_batch} gives less than one sample to each of "
+            f"{smallest} workers, the smallest group asked for: raise --global-batch to at least "
+            f"{smallest}, or lower --num-workers"
+        )
+    if arguments.model not in PRESETS:
+        raise InvalidInput(
+            f"--model is one of {', '.join(PRESETS)}; found {arguments.model!r}"
+        )
+    try:
+        SaveInterval.parse(arguments.save_every)
+        text = prepare(
+            arguments.data,
+            sequence_length=arguments.sequence_length,
+            min_samples=arguments.global_batch,
+        )
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
+    model = {**vars(PRESETS[arguments.model]), "dropout": arguments.dropout}
+    model["vocab_size"] = text.vocab_size
+    config = {
+        "data": text.data,
+        "data_identity": text.identity,
+        "model": model,
+        **{
+            name: getattr(arguments, name)
+            for name in (
+                "steps",
+                "global_batch",
+                "micro_batch",
+                "sequence_length",
+                "optimizer",
+                "lr",
+                "warmup_steps",
+                "dtype",
+            )
+        },
+    }
+    return config, num_workers
+
+
+def storage_of(arguments: argparse.Namespace) -> str:
+    """Where runs go: an absolute path or URL, never a folder that a job would ship.
+
+    Raises:
+        InvalidInput: relative, or inside the working directory.
+    """
+    storage = str(arguments.storage or DEFAULT_STORAGE)
+    if "://" in storage and not storage.startswith("file://"):
+        return storage
+    path = Path(storage.removeprefix("file://"))
+    if not path.is_absolute():
+        raise InvalidInput(
+            f"--storage must be an absolute path or a URL; found {storage!r}. A relative path "
+            f"means another place on every node: use {path.absolute()} if all nodes share it"
+        )
+    if Path.cwd() != Path("/") and path.resolve().is_relative_to(Path.cwd().resolve()):
+        raise InvalidInput(
+            f"--storage {storage} lies inside the working directory {Path.cwd()}, which a job "
+            "ships to the cluster: choose a place outside it"
+        )
+    return str(path)
+
+
+def progress_line(status: dict[str, Any], steps: int) -> str:
+    """One line that says how the run is getting on."""
+    loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
+    speed = "-" if status["tokens_per_s"] is None else f"{status['tokens_per_s']:,.0f}"
+    saved = "-" if status["checkpoint_step"] < 0 else status["checkpoint_step"]
+    return (
+        f"{status['state']:<9} step {max(0, status['step'])}/{steps}  loss {loss}  "
+        f"{speed} tokens/s  world size {status['world_size']}  checkpoint {saved}  "
+        f"restarts {status['restarts']}"
+    )
+
+
+class _Progress:
+    """Prints a line when something has changed, and the reason when that has."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._line = self._reason = ""
+
+    def __call__(self, status: dict[str, Any]) -> None:
+        if status["reason"] != self._reason:
+            self._reason = status["reason"]
+            print(f"          {self._reason}", flush=True)
+        line = progress_line(status, self._steps)
+        if line != self._line:
+            self._line = line
+            print(line, flush=True)
+
+
+def summary(url: str) -> dict[str, Any]:
+    """What the run has done, read from its directory."""
+    from elastic.storage.filesystem import Filesystem
+    from elastic.storage.ledger import read_ledger
+    from elastic.storage.metrics import current_metrics
+
+    filesystem = Filesystem.at(url)
+    steps = current_metrics(filesystem)
+    events = read_ledger(filesystem)
+    return {
+        "step": max(steps, default=0),
+        "losses": {str(step): values["loss"] for step, values in steps.items()},
+        "grad_norms": {str(step): values["grad_norm"] for step, values in steps.items()},
+        "world_sizes": [
+            event.data["world_size"] for event in events if event.kind == "generation_started"
+        ],
+        "restarts": sum(event.kind == "recovered" for event in events),
+        "lost_steps": sum(
+            event.data["lost_steps"] for event in events if event.kind == "recovered"
+        ),
+        "run": url,
+    }
+
+
+def connect_to_ray(num_workers: int) -> None:
+    """Join the cluster this runs in, or start one on this machine with room for the workers."""
+    import ray
+
+    if os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID"):
+        ray.init(address="auto", log_to_driver=False)
+        return
+    cores = os.cpu_count() or 1
+    ray.init(
+        address="local",
+        num_cpus=max(cores, num_workers),
+        include_dashboard=True,
+        dashboard_host="127.0.0.1",
+        log_to_driver=False,
+    )
+    print(f"started a local Ray, dashboard at http://{ray._private.worker.get_dashboard_url()}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job; the process's exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        storage = storage_of(arguments)
+        config, num_workers = check(arguments)
+    except InvalidInput as error:
+        print(f"pretrain: {error}", file=sys.stderr)
+        return 2
+    name = arguments.name or f"pretrain-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    return _train(arguments, storage, name, config, num_workers)
+
+
+def _train(
+    arguments: argparse.Namespace,
+    storage: str,
+    name: str,
+    config: dict[str, Any],
+    num_workers: int | tuple[int, int],
+) -> int:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+    from elastic import ElasticConfig, ElasticTrainer, TrainingFailed
+    from jobs import pretrain
+
+    largest = num_workers if isinstance(num_workers, int) else num_workers[1]
+    try:
+        connect_to_ray(largest)
+        trainer = ElasticTrainer(
+            pretrain.train,  # by its module's name: this file may be __main__
+            train_loop_config=config,
+            scaling_config=ScalingConfig(
+                num_workers=num_workers,
+                use_gpu=_has_gpus(),
+                elastic_resize_monitor_interval_s=arguments.grow_interval,
+            ),
+            run_config=RunConfig(
+                name=name,
+                storage_path=storage,
+                failure_config=FailureConfig(max_failures=arguments.max_failures),
+            ),
+            elastic_config=ElasticConfig(
+                seed=arguments.seed,
+                save_every=arguments.save_every,
+                save_behind=arguments.save_behind,
+                keep=arguments.keep,
+                keep_every=arguments.keep_every,
+                wait_for_capacity_s=arguments.wait_for_capacity,
+            ),
+        )
+    except (ValueError, TypeError) as error:
+        print(f"pretrain: {error}", file=sys.stderr)
+        return 2
+    url = trainer.run_url
+    print(f"run {name} in {url}", flush=True)
+    try:
+        trainer.fit(None if arguments.quiet else _Progress(arguments.steps))
+    except TrainingFailed as error:
+        print(f"pretrain: {error}", file=sys.stderr)
+        return 1
+    _report(summary(url), arguments.json, url)
+    return 0
+
+
+def _has_gpus() -> bool:
+    import ray
+
+    return bool(ray.cluster_resources().get("GPU", 0))
+
+
+def _report(found: dict[str, Any], path: str | None, url: str) -> None:
+    losses = list(found["losses"].values())
+    if losses:
+        print(f"step {found['step']}: loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last")
+    sizes = " to ".join(str(size) for size in found["world_sizes"])
+    print(f"world size {sizes}; restarts {found['restarts']}; lost steps {found['lost_steps']}")
+    print(f"checkpoints, metrics and ledger in {url}")
+    print(f"look at it with: elastic status {url}")
+    if path:
+        Path(path).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

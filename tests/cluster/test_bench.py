@@ -1,0 +1,123 @@
+"""The benchmark's command: the shape of its JSON, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PHASES = {"detect", "stop", "place", "start", "connect", "build", "load", "first_step"}
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """In the environment of all that a test starts; what carries it afterwards is a stray."""
+    value = f"test-{uuid.uuid4().hex}"
+    yield value
+    for pid in carrying(value):
+        os.kill(pid, signal.SIGKILL)
+
+
+def carrying(mark: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"BENCH_TEST={mark}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def bench(mark: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "jobs.bench", *arguments],
+        cwd=CHECKOUT,
+        env={**os.environ, "BENCH_TEST": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def directories() -> set[Path]:
+    return set(Path("/tmp").glob("bench-*"))
+
+
+def test_quick_recovery_writes_what_checks_rely_on(mark: str, tmp_path: Path) -> None:
+    before = directories()
+    path = tmp_path / "deeper" / "recovery.json"
+    process = bench(
+        mark,
+        "recovery",
+        "--fault",
+        "worker",
+        "--engines",
+        "elastic",
+        "--quick",
+        "--json",
+        str(path),
+    )
+
+    output, _ = process.communicate(timeout=110)
+
+    assert process.returncode == 0, output
+    result = json.loads(path.read_text())
+    measured = result["engines"]["elastic"]
+    assert (result["fault"], result["failures"]) == ("worker", [])
+    assert result["median_ratio_to"] == {}
+    assert len(measured["kill_to_step_s"]) == len(measured["lost_steps"]) == 1
+    assert measured["kill_to_step_s"][0] > 0
+    assert 0 <= measured["lost_steps"][0] <= 12
+    (phases_s,) = measured["phases_s"]
+    assert set(phases_s) >= PHASES
+    assert sum(phases_s.values()) == pytest.approx(measured["kill_to_step_s"][0], abs=0.5)
+    assert "elastic" in output
+    assert carrying(mark) == []
+    assert directories() <= before
+
+
+def test_ctrl_c_leaves_neither_processes_nor_files(mark: str) -> None:
+    before = directories()
+    process = bench(mark, "recovery", "--engines", "ray-train", "--quick")
+    deadline_s = time.monotonic() + 60
+    while len(carrying(mark)) < 8:  # the daemons of some nodes are up
+        assert time.monotonic() < deadline_s
+        assert process.poll() is None
+        time.sleep(0.1)
+
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+
+    assert process.returncode != 0, output
+    assert carrying(mark) == []
+    assert directories() <= before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["recovery", "--engines", "elastic,horovod"], "expected engines of"),
+        (["recovery", "--repeats", "0"], "at least 1, found '0'"),
+        (["recovery", "--fault", "node", "--engines", "torchrun"], "torchrun"),
+        (["recovery", "--fault", "flood"], "flood"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_starts(
+    mark: str, arguments: list[str], expected: str
+) -> None:
+    process = bench(mark, *arguments)
+
+    output, _ = process.communicate(timeout=20)
+
+    assert process.returncode == 2
+    assert expected in output

@@ -1,0 +1,47 @@
+"""What every test shares: its directory is its price and its marker, and cheap tests run first."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch or starts a process: several ranks share few cores here, and
+# a thread pool per rank makes every collective wait for a descheduled peer.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+PRICES = ("pure", "dist", "cluster", "browser", "gpu")
+TESTS = Path(__file__).resolve().parent
+
+
+def price_of(path: Path) -> str:
+    """The directory under tests/ that a test file lies in.
+
+    Raises: pytest.UsageError when it lies in none of them, for such a test would have no marker
+    and no place in the order.
+    """
+    room = path.resolve().relative_to(TESTS).parts[0]
+    if room not in PRICES:
+        expected = ", ".join(f"tests/{price}" for price in PRICES)
+        raise pytest.UsageError(f"{path}: expected it below one of {expected}; move it there")
+    return room
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(price_of(item.path))
+    items.sort(key=lambda item: PRICES.index(price_of(item.path)))
+    gpu_items = [item for item in items if price_of(item.path) == "gpu"]
+    if gpu_items and not cuda_is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def cuda_is_available() -> bool:
+    import torch  # only where gpu tests were collected: pure runs stay free of torch
+
+    return torch.cuda.is_available()

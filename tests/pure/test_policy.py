@@ -1,0 +1,312 @@
+"""The state machine as a whole: total, illegal only where said, and right on whole histories."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from elastic.policy import events as e
+from elastic.policy.cause import first_cause, headline, is_victim
+from elastic.policy.situation import FINAL, Phase, Rules, Situation, Then
+from elastic.policy.transitions import EVENTS, TABLE, IllegalEvent, decide
+
+RULES = Rules(min_workers=2, max_workers=4, grow_interval_s=10.0)
+
+
+def error(rank: int, name: str = "ValueError", text: str = "boom", victim: bool = False):
+    return e.RankError(world_rank=rank, type_name=name, message=text, is_victim=victim)
+
+
+SAMPLES: dict[type[e.Event], e.Event] = {
+    e.CapacitySeen: e.CapacitySeen(num_workers=3),
+    e.GroupStarted: e.GroupStarted(generation=4, world_size=3),
+    e.GroupStartFailed: e.GroupStartFailed(generation=4, reason="gone", is_capacity=True),
+    e.GroupStopped: e.GroupStopped(generation=4),
+    e.WorkerDied: e.WorkerDied(generation=4, world_rank=1, node_lost=False, detail="killed"),
+    e.RankFailed: e.RankFailed(generation=4, error=error(2)),
+    e.RankLeft: e.RankLeft(generation=4, world_rank=0, step=7),
+    e.RankFinished: e.RankFinished(generation=4, world_rank=0, step=7),
+    e.Progressed: e.Progressed(generation=4, step=7),
+    e.Committed: e.Committed(step=6),
+    e.Unrecoverable: e.Unrecoverable(generation=4, reason="no sound checkpoint"),
+    e.StopRequested: e.StopRequested(reason="asked"),
+    e.Tick: e.Tick(),
+}
+
+
+class Drive:
+    """A situation, and what the policy has commanded so far."""
+
+    def __init__(self, rules: Rules = RULES) -> None:
+        self.rules, self.now, self.time_s = rules, Situation(), 0.0
+        self.commands: list[e.Command] = []
+
+    def __call__(self, *events: e.Event, after_s: float = 0.0) -> list[e.Command]:
+        self.time_s += after_s
+        new: list[e.Command] = []
+        for event in events:
+            decision = decide(self.rules, self.now, event, self.time_s)
+            self.now = decision.situation
+            new += decision.commands
+        self.commands += new
+        return new
+
+    def running(self, size: int = 3) -> Drive:
+        self(e.CapacitySeen(num_workers=size))
+        self(e.GroupStarted(generation=self.now.generation, world_size=size))
+        assert self.now.phase is Phase.RUNNING
+        return self
+
+    def kinds(self) -> list[str]:
+        return [command.kind for command in self.commands if isinstance(command, e.Record)]
+
+
+def test_table_is_total():
+    assert set(TABLE) == {(phase, event) for phase in Phase for event in EVENTS}
+    assert set(SAMPLES) == set(EVENTS)
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("event", EVENTS)
+def test_every_pair_answers_or_says_it_is_illegal(phase: Phase, event: type[e.Event]):
+    before = Situation(phase=phase, generation=4, world_size=3)
+    try:
+        after = decide(RULES, before, SAMPLES[event], 1.0)
+    except IllegalEvent as problem:
+        assert phase.value in str(problem) and event.__name__ in str(problem)
+        assert event in (e.GroupStarted, e.GroupStartFailed, e.GroupStopped)
+        return
+    if phase in FINAL:
+        assert after.situation == before and not after.commands
+
+
+def test_word_of_an_older_generation_changes_nothing():
+    drive = Drive()
+    drive.now = Situation(phase=Phase.RUNNING, generation=4, world_size=3)
+    stale = dataclasses.replace(SAMPLES[e.WorkerDied], generation=3)
+    before = drive.now
+    assert drive(stale) == [] and drive.now == before
+
+
+def test_shrinks_to_what_is_alive_and_grows_back_after_a_save():
+    drive = Drive().running(3)
+    died = e.WorkerDied(generation=0, world_rank=0, node_lost=True, detail="node gone")
+    commands = drive(died)
+    assert commands[-1] == e.StopGroup(generation=0)
+    assert drive(e.GroupStopped(generation=0)) == [e.LookForCapacity()]
+    assert drive(e.CapacitySeen(num_workers=2))[-1] == e.StartGroup(generation=1, world_size=2)
+    drive(e.GroupStarted(generation=1, world_size=2))
+    assert drive(e.CapacitySeen(num_workers=3), after_s=1.0) == []  # too soon
+    assert isinstance(drive(e.CapacitySeen(num_workers=3), after_s=10.0)[-1], e.OrderLeave)
+    left = [e.RankLeft(generation=1, world_rank=rank, step=40) for rank in range(2)]
+    assert drive(*left)[-1] == e.StopGroup(generation=1)
+    drive(e.GroupStopped(generation=1))
+    assert drive(e.CapacitySeen(num_workers=9))[-1] == e.StartGroup(generation=2, world_size=4)
+
+
+def test_waits_below_the_minimum_and_fails_at_its_deadline():
+    drive = Drive()
+    assert drive.now.phase is Phase.LOOKING
+    drive(e.CapacitySeen(num_workers=1, note="node a fits 1"))
+    assert drive.now.phase is Phase.WAITING and "1 of at least 2" in drive.now.reason
+    drive(e.CapacitySeen(num_workers=1, note="node a fits 1"), after_s=5.0)
+    assert drive.kinds().count("waiting") == 1  # said once, not at each look
+    drive(e.Tick(), after_s=293.0)
+    assert drive.now.phase is Phase.WAITING
+    commands = drive(e.Tick(), after_s=3.0)
+    assert drive.now.phase is Phase.FAILED
+    assert isinstance(commands[-1], e.End) and "node a fits 1" in commands[-1].reason
+
+
+def test_a_start_without_room_is_tried_smaller_and_the_wait_stays_bounded():
+    drive = Drive()
+    drive(e.CapacitySeen(num_workers=4))
+    failed = e.GroupStartFailed(generation=0, reason="no room", is_capacity=True)
+    assert e.LookForCapacity() in drive(failed, after_s=10.0)
+    assert drive(e.CapacitySeen(num_workers=4))[-1] == e.StartGroup(generation=1, world_size=3)
+    drive(dataclasses.replace(failed, generation=1), after_s=10.0)
+    drive(e.CapacitySeen(num_workers=4))
+    drive(dataclasses.replace(failed, generation=2), after_s=10.0)
+    drive(e.CapacitySeen(num_workers=4))  # never below the minimum
+    assert drive.now.world_size == 2
+    drive(dataclasses.replace(failed, generation=3), after_s=300.0)
+    assert drive.now.phase is Phase.FAILED
+
+
+def test_death_during_the_start_is_kept_until_the_group_stands():
+    drive = Drive()
+    drive(e.CapacitySeen(num_workers=3))
+    drive(e.WorkerDied(generation=0, world_rank=1, node_lost=False, detail="killed"))
+    assert drive.now.phase is Phase.STARTING
+    assert drive(e.GroupStarted(generation=0, world_size=3))[-1] == e.StopGroup(generation=0)
+
+
+def test_first_cause_wins_over_victims_that_report_earlier():  # B81
+    drive = Drive().running(3)
+    lost = "RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]:4711", True
+    assert drive(e.RankFailed(generation=0, error=error(0, *lost)))[-1].kind == "rank_failed"
+    drive(e.RankFailed(generation=0, error=error(1, *lost)))
+    assert drive.now.phase is Phase.GATHERING
+    drive(e.RankFailed(generation=0, error=error(2, "ValueError", "boom-7f")), after_s=1.0)
+    assert "rank 2 raised ValueError: boom-7f" in drive.now.reason
+    drive(e.GroupStopped(generation=0))
+    assert drive.now.phase is Phase.FAILED  # max_failures is 0, as in Ray Train
+    assert drive.now.error is not None and drive.now.error.world_rank == 2
+
+
+def test_own_error_ends_the_group_without_waiting_for_the_others():  # B79
+    drive = Drive().running(3)
+    commands = drive(e.RankFailed(generation=0, error=error(1)))
+    assert commands[-1] == e.StopGroup(generation=0)
+
+
+def test_victims_alone_are_given_up_after_the_window():
+    drive = Drive().running(3)
+    lost = "RuntimeError", "Connection reset by peer", True
+    drive(e.RankFailed(generation=0, error=error(0, *lost)))
+    assert drive(e.Tick(), after_s=2.0) == []
+    assert drive(e.Tick(), after_s=2.0)[-1] == e.StopGroup(generation=0)
+    assert drive.now.then is Then.RESTART and "no rank was found at fault" in drive.now.reason
+
+
+def test_node_losses_never_use_up_a_budget_and_deaths_without_progress_do():
+    drive = Drive(dataclasses.replace(RULES, max_failures_without_progress=2))
+    for _ in range(20):
+        drive.running(3)
+        generation = drive.now.generation
+        drive(e.WorkerDied(generation=generation, world_rank=1, node_lost=True, detail="gone"))
+        drive(e.GroupStopped(generation=generation))
+    assert drive.now.phase is Phase.LOOKING
+    for num in range(3):
+        drive.running(3)
+        generation = drive.now.generation
+        drive(e.WorkerDied(generation=generation, world_rank=1, node_lost=False, detail="killed"))
+        drive(e.GroupStopped(generation=generation))
+        assert (drive.now.phase is Phase.FAILED) == (num == 2)
+
+
+def test_a_new_checkpoint_between_failures_refills_the_budget():
+    drive = Drive(dataclasses.replace(RULES, max_failures_without_progress=1))
+    for step in range(1, 10):
+        drive.running(3)
+        generation = drive.now.generation
+        drive(e.Committed(step=step))
+        drive(e.WorkerDied(generation=generation, world_rank=1, node_lost=False, detail="killed"))
+        drive(e.GroupStopped(generation=generation))
+        assert drive.now.phase is Phase.LOOKING
+
+
+def test_exceptions_have_their_own_budget():
+    drive = Drive(dataclasses.replace(RULES, max_failures=2))
+    for num in range(3):
+        drive.running(3)
+        generation = drive.now.generation
+        drive(e.Committed(step=num))
+        drive(e.RankFailed(generation=generation, error=error(1)))
+        drive(e.GroupStopped(generation=generation))
+        assert (drive.now.phase is Phase.FAILED) == (num == 2)
+
+
+@pytest.mark.parametrize("name", ["StateMismatch", "NoSoundCheckpoint", "InvalidInput"])
+def test_what_a_restart_cannot_mend_is_not_retried(name: str):
+    drive = Drive(dataclasses.replace(RULES, max_failures=-1)).running(3)
+    drive(e.RankFailed(generation=0, error=error(1, name)))
+    drive(e.GroupStopped(generation=0))
+    assert drive.now.phase is Phase.FAILED
+
+
+def test_finish_needs_every_rank():
+    drive = Drive().running(2)
+    drive(e.RankFinished(generation=0, world_rank=0, step=60))
+    assert drive.now.phase is Phase.RUNNING
+    drive(e.RankFinished(generation=0, world_rank=1, step=60))
+    assert drive.now.phase is Phase.STOPPING
+    commands = drive(e.GroupStopped(generation=0))
+    assert isinstance(commands[-1], e.End) and commands[-1].outcome == "finished"
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_stop_ends_the_run_from_every_phase(phase: Phase):
+    drive = Drive()
+    drive.now = Situation(phase=phase, generation=0, world_size=2)
+    drive(e.StopRequested(reason="asked"))
+    if drive.now.phase is Phase.STARTING:
+        drive(e.GroupStarted(generation=0, world_size=2))
+    if drive.now.phase is Phase.GATHERING:
+        drive(e.Tick(), after_s=60.0)
+    if drive.now.phase is Phase.LEAVING:
+        drive(*[e.RankLeft(generation=0, world_rank=rank, step=5) for rank in range(2)])
+    if drive.now.phase is Phase.STOPPING:
+        drive(e.GroupStopped(generation=0))
+    assert drive.now.phase is (phase if phase in FINAL else Phase.STOPPED)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_histories_stay_sane(seed: int):
+    """Two groups never overlap, generations never repeat, and nothing follows a final state."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    drive = Drive(dataclasses.replace(RULES, max_failures=3))
+    started: list[int] = []
+    alive: int | None = None
+    for _ in range(120):
+        generation = drive.now.generation
+        if drive.now.phase is Phase.STARTING and rng.random() < 0.5:
+            event: e.Event = rng.choice(
+                [
+                    e.GroupStarted(generation=generation, world_size=drive.now.world_size),
+                    e.GroupStartFailed(
+                        generation=generation, reason="x", is_capacity=rng.random() < 0.5
+                    ),
+                ]
+            )
+            if isinstance(event, e.GroupStartFailed):
+                alive = None
+        elif drive.now.phase is Phase.STOPPING and rng.random() < 0.5:
+            event, alive = e.GroupStopped(generation=generation), None
+        else:
+            kind = rng.choice([k for k in EVENTS if not k.__name__.startswith("GroupS")])
+            event = SAMPLES[kind]
+            if event.generation != -1:
+                event = dataclasses.replace(event, generation=generation)
+            if kind is e.StopRequested and rng.random() < 0.9:
+                continue
+        was_final = drive.now.phase in FINAL
+        for command in drive(event, after_s=rng.random() * 3):
+            assert not was_final
+            if isinstance(command, e.StartGroup):
+                assert alive is None and command.generation not in started
+                assert RULES.min_workers <= command.world_size <= RULES.max_workers
+                started.append(command.generation)
+                alive = command.generation
+            if isinstance(command, e.StopGroup):
+                assert command.generation == alive
+            if isinstance(command, e.End):
+                assert drive.now.phase in FINAL and alive is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "victim"),
+    [
+        ("RuntimeError", "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer", True),
+        ("DistBackendError", "NCCL communicator was aborted on rank 2", True),
+        ("RuntimeError", "shape mismatch: [3] and [4]", False),
+        ("ValueError", "Connection closed by peer", False),
+        ("OutOfMemoryError", "CUDA out of memory", False),
+    ],
+)
+def test_victims_are_told_from_causes(name: str, text: str, victim: bool):
+    assert is_victim(name, text) is victim
+
+
+def test_headline_names_rank_and_first_line():
+    cause = first_cause([error(2, "KeyError", "'x'\nmore")], [])
+    assert headline(cause, []) == "rank 2 raised KeyError: 'x'"
+
+
+@pytest.mark.parametrize("low,high", [(0, 2), (3, 2), (-1, 1)])
+def test_rules_refuse_impossible_sizes(low: int, high: int):
+    with pytest.raises(ValueError, match=f"{low}:{high}"):
+        Rules(min_workers=low, max_workers=high)
