@@ -297,6 +297,17 @@ class Driver:
             )
         )
 
+    def _rank_rng_left_out(self, generation: int, rank: int, data: Mapping[str, Any]) -> None:
+        streams = ", ".join(data["streams"])
+        self._record(
+            Record(
+                kind="rng_left_out",
+                generation=generation,
+                world_rank=rank,
+                reason=f"random streams not restored: {streams}; one side has no such device",
+            )
+        )
+
     def _rank_failed(self, generation: int, rank: int, data: Mapping[str, Any]) -> None:
         self._recovery.reached(int(data["step"]))
         error = RankError(

@@ -315,7 +315,7 @@ def _probe(filesystem: Filesystem) -> None:
 
 
 def _one_selector(scaling: ScalingConfig) -> dict[str, str] | None:
-    selector = scaling.label_selector
+    selector: dict[str, str] | list[dict[str, str]] | None = scaling.label_selector
     if isinstance(selector, list):
         raise ValueError(
             "ScalingConfig(label_selector=[...]) is not supported: give one selector for all "

@@ -21,7 +21,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elastic.training.order import SampleStream, micro_batches, share
 from elastic.training.padding import IGNORED_LABEL, describe, ignore_labels, labels_of
-from elastic.training.reader import Collate, Key, MapDataset, Reader, as_read, enter_loader_process
+from elastic.training.reader import (
+    Collate,
+    Key,
+    MapDataset,
+    Reader,
+    as_read,
+    end_loader_processes,
+    enter_loader_process,
+)
 
 # torchdata 0.11 calls a function that torch 2.13 deprecates; no user can do anything about it.
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
@@ -129,11 +137,15 @@ class GlobalLoader:
 
     def _iterate(self) -> Generator[list[MicroBatch], None, None]:
         batches = iter(self._fetcher())
-        while True:
-            step = self._next_step(batches)
-            # Only now: a fetch that failed must not count as handed out.
-            self._position += self.global_batch
-            yield step
+        try:
+            while True:
+                step = self._next_step(batches)
+                # Only now: a fetch that failed must not count as handed out.
+                self._position += self.global_batch
+                yield step
+        finally:
+            # By name: the traceback of an exception holds the iterator, which would keep them.
+            end_loader_processes(batches)
 
     def _fetcher(self) -> StatefulDataLoader:
         return StatefulDataLoader(

@@ -7,6 +7,7 @@ it; the caller's random streams are left where they were. Must not import ray.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import multiprocessing
@@ -16,8 +17,8 @@ import signal
 import socket
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,7 +65,7 @@ class Reader:
         torch.default_generator.manual_seed(seed)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _own_random_streams() -> Iterator[None]:
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
@@ -96,6 +97,30 @@ def enter_loader_process(_number: int) -> None:
     if parent is not None and not parent.is_alive():
         os._exit(1)  # it died before the signal was armed
     _let_go_of_network_sockets()
+
+
+def end_loader_processes(batches: Iterator[Any], patience_s: float = 0.5) -> None:
+    """Ends the processes of a torchdata iterator, killing those still reading after `patience_s`.
+
+    torch by itself waits up to 5 s for each of them, with the whole group waiting for this rank.
+    """
+    shut_down = getattr(batches, "_shutdown_workers", None)
+    if shut_down is None:  # reads in this process
+        return
+    workers = list(batches._workers)  # type: ignore[attr-defined]
+
+    def kill() -> None:
+        for worker in workers:
+            worker.kill()
+
+    timer = threading.Timer(patience_s, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        with contextlib.suppress(RuntimeError):  # torch's: "a worker was killed by signal"
+            shut_down()
+    finally:
+        timer.cancel()
 
 
 def _let_go_of_network_sockets() -> None:

@@ -18,7 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
 from elastic.training import rng
-from elastic.training.checkpoint import AsyncSaver, load, verify_share
+from elastic.training.checkpoint import (
+    AsyncSaver,
+    CheckpointCorrupt,
+    Restored,
+    load,
+    verify_share,
+)
 from elastic.training.coordinator import (
     Coordinator,
     NoSoundCheckpoint,
@@ -73,6 +79,7 @@ class Run:
         self._pending: tuple[int, dict[str, float], PendingMetrics] | None = None
         self._saves_seen = 0
         self._filesystem = Filesystem.at(config.run_url)
+        self._catalog = Catalog(self._filesystem, config.run_id)
         self._reporter = Reporter(coordinator)
         self._begun_s = time.monotonic()
         self._loaded_s: float | None = None
@@ -149,27 +156,34 @@ class Run:
         )
 
     def _restore(self, step: int) -> None:
-        assert self._state is not None
-        catalog = Catalog(self._filesystem, self._settings.run_id)
-        control = self._groups.control
-        while True:
-            manifest = catalog.manifest(step)
-            path = catalog.data_path(step)
-            problems = verify_share(
-                self._filesystem, path, manifest.files, self.world_rank, self.world_size
-            )
-            everyone: list[list[str] | None] = [None] * self.world_size
-            dist.all_gather_object(everyone, problems, group=control)
-            bad = [problem for found in everyone for problem in (found or [])]
-            if not bad:
-                break
-            step = self._step_back(step, "; ".join(bad))
-        restored = load(self._filesystem, path, manifest, self._state, control)
+        restored = self._load(step)
+        while isinstance(restored, str):
+            step = self._step_back(step, restored)
+            restored = self._load(step)
         counters = restored.plain["counters"]
         self.step, self.samples = counters["step"], counters["samples"]
         self.tokens, self.epoch = counters["tokens"], counters["epoch"]
         self._saves.restored(self.step)
         self._rng = self._rng_to_restore(restored.rank_plain)
+
+    def _load(self, step: int) -> Restored | str:
+        """What was restored, or what is wrong with the checkpoint's bytes; the same on all ranks."""
+        assert self._state is not None
+        control = self._groups.control
+        manifest = self._catalog.manifest(step)
+        path = self._catalog.data_path(step)
+        problems = verify_share(
+            self._filesystem, path, manifest.files, self.world_rank, self.world_size
+        )
+        everyone: list[list[str] | None] = [None] * self.world_size
+        dist.all_gather_object(everyone, problems, group=control)
+        bad = [problem for found in everyone for problem in (found or [])]
+        if bad:
+            return "; ".join(bad)
+        try:
+            return load(self._filesystem, path, manifest, self._state, control)
+        except CheckpointCorrupt as error:
+            return str(error)
 
     def _step_back(self, step: int, reason: str) -> int:
         """The next older checkpoint. Rank 0 asks, and all are told: one decision for the group."""
@@ -185,10 +199,17 @@ class Run:
         return int(answer[0])
 
     def _rng_to_restore(self, rank_plain: dict[str, Any] | None) -> Callable[[], None]:
-        if rank_plain is not None:
-            return lambda: rng.restore(rank_plain["rng"])
-        step, rank = self.step, self.world_rank
-        return lambda: rng.derive(self.seed, step, rank)
+        if rank_plain is None:
+            # The group is larger than the one that saved: a fresh stream, made again the same way.
+            step, rank = self.step, self.world_rank
+            return lambda: rng.derive(self.seed, step, rank)
+
+        def restore() -> None:
+            left_out = rng.restore(rank_plain["rng"])
+            if left_out:
+                self._coordinator.notify("rng_left_out", {"streams": left_out})
+
+        return restore
 
     def loader(
         self,

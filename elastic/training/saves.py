@@ -97,6 +97,7 @@ class Saves:
         self.wait()
         if self.committed_step == counters["step"]:
             return
+        result = CommitResult(committed=False)
         for _ in range(2):
             self._begin(state, counters)
             result = self.wait()

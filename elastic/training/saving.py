@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import FileDigest
 from elastic.training import jsonable
 from elastic.training.shard_writer import ShardWriter
-from elastic.training.staging import HostStager
+from elastic.training.staging import HostStager, StagedShard
 
 __all__ = ["STATE", "AsyncSaver", "SaveHandle", "WriteFailed", "rank_file"]
 
@@ -126,7 +127,7 @@ class AsyncSaver:
             if rank == 0:
                 files[STATE] = jsonable.dumps(dict(plain), "plain").encode()
         except jsonable.NotPlain as error:
-            planner.problem = error
+            planner.problem = f"{type(error).__name__}: {error}"
         writer = ShardWriter(fs, path, rank, files)
         response = dcp.async_save(
             dict(tensors),
@@ -151,13 +152,17 @@ class _Planner(DefaultSavePlanner):
     def __init__(self, stager: HostStager) -> None:
         super().__init__()
         self._stager = stager
-        self.problem: Exception | None = None
+        self.problem = ""
 
     def create_local_plan(self) -> SavePlan:
         problem = self.problem or self._stager.problem
-        if problem is not None:
-            raise RuntimeError(f"{type(problem).__name__}: {problem}")
+        if problem:
+            raise RuntimeError(problem)
         return super().create_local_plan()
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.local if isinstance(found, StagedShard) else found
 
 
 def _reason(error: BaseException) -> str:

@@ -88,7 +88,7 @@ class ShardReader(StorageReader):
             )
         return data
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]
+    def read_metadata(self) -> Metadata:
         # DCP may ask again after TrackedState has seen it.
         if self._metadata is None:
             self._metadata = _Unpickler(io.BytesIO(self.read_checked(METADATA))).load()

@@ -11,7 +11,7 @@ import hashlib
 import os
 import pickle
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import (
@@ -77,7 +77,7 @@ class ShardWriter(StorageWriter):
             stream = _DigestingStream(file)
             for item in items:
                 start = stream.tell()
-                torch.save(planner.resolve_data(item).detach(), stream)
+                torch.save(planner.resolve_data(item).detach(), cast("IO[bytes]", stream))
                 length = stream.tell() - start
                 results.append(
                     WriteResult(

@@ -34,30 +34,24 @@ class StagedShard:
     """
 
     def __init__(self, local: torch.Tensor, chunk: ChunkStorageMetadata, size: torch.Size) -> None:
-        self._local = local
+        self.local = local
         self._chunk = chunk
         self._size = size
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         data = TensorWriteData(
             chunk=self._chunk,
-            properties=TensorProperties(dtype=self._local.dtype),
+            properties=TensorProperties(dtype=self.local.dtype),
             size=self._size,
         )
         index = MetadataIndex(fqn, self._chunk.offsets)
         return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk]
-
-    def __get_tensor_shard__(self, _: MetadataIndex) -> torch.Tensor:
-        return self._local
-
 
 class HostStager(AsyncStager):
     """Copies into one block of host memory, which the next call overwrites.
 
-    A problem does not raise where only one rank would see it: it is kept in `problem`, nothing is
+    A problem does not raise where only one rank would see it: `problem` tells it, nothing is
     staged, and the save is to fail with it on every rank.
     """
 
@@ -65,17 +59,24 @@ class HostStager(AsyncStager):
 
     def __init__(self) -> None:
         self._block = np.empty(0, dtype=np.uint8)
-        self.problem: Exception | None = None
+        self.problem = ""
         self.staged_bytes = 0
 
-    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """The copies, by tracked object and name below it, the way DCP nests a state dict."""
-        self.problem = None
+        self.problem = ""
         try:
             return self._stage(state_dict)
         except Exception as error:  # noqa: BLE001 - every rank is to hear of it, see above
-            self.problem = error
+            self.problem = f"{type(error).__name__}: {error}"
             return {}
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: `stage` returns when the copies are complete."""
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._block = np.empty(0, dtype=np.uint8)
 
     @torch.no_grad()
     def _stage(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -30,8 +30,8 @@ def _fault_reaches_engines(options: argparse.Namespace) -> str:
     beyond = [name for name in options.engines if not ENGINES[name].needs_cluster]
     if FAULTS[options.fault].needs_cluster and beyond:
         return (
-            f"--fault {options.fault} strikes a Ray node, and {', '.join(beyond)} runs without Ray; "
-            "leave it out of --engines, or take --fault worker"
+            f"--fault {options.fault} strikes a Ray node, and {', '.join(beyond)} runs without "
+            "Ray; leave it out of --engines, or take --fault worker"
         )
     return ""
 

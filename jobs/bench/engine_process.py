@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
-_TAIL_LINES = 400
+_TAIL_LINES = 40
 T = TypeVar("T")
 
 

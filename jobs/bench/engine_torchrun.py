@@ -25,7 +25,7 @@ from jobs.bench.events import Recorder
 
 def train(plan: Plan) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    _join_group()
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -47,6 +47,25 @@ def train(plan: Plan) -> None:
         recorder.write("step", step=state.step)
         if state.step % plan.save_every_steps == 0:
             _save(plan, state)
+
+
+def _join_group() -> None:
+    # torchrun keeps one store over all its restarts. Without a prefix for each, gloo reads the
+    # addresses of the dead, and every restart fails with "connection refused".
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=False,
+    )
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"attempt-{attempt}", store),
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 def _checkpoints(plan: Plan) -> Path:

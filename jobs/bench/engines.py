@@ -48,7 +48,7 @@ class Plan:
 
 
 def _phases_from_ledger(directory: Path, killed_s: float) -> dict[str, float] | None:
-    from jobs.bench.engine_elastic import phases_from_ledger
+    from jobs.bench.ledger_phases import phases_from_ledger
 
     return phases_from_ledger(directory, killed_s)
 

@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler
 
 import elastic
+from elastic.cluster.trainer import ElasticConfig
 from jobs.bench import workload
 from jobs.bench.engine_process import connect
 
@@ -30,7 +31,7 @@ GLOBAL_BATCH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """`num_blocks` blocks of the service's steps, between and around them one more of bare steps."""
+    """`num_blocks` blocks of the service's steps, each between two of the bare loop's."""
 
     directory: str
     address: str
@@ -121,6 +122,7 @@ def main() -> None:
         train_loop_config=config,
         scaling_config=ray.train.ScalingConfig(num_workers=plan.num_workers),
         run_config=ray.train.RunConfig(name="overhead", storage_path=plan.directory),
+        elastic_config=ElasticConfig(save_every=None),
     ).fit()
 
 

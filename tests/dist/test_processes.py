@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from tests.dist.processes import RankFailed, run_ranks
 
-pytestmark = pytest.mark.dist
-
 
 def summed(rank: int, world_size: int, base: int) -> float:
     total = torch.tensor(float(base + rank))
@@ -43,7 +41,7 @@ def test_results_come_by_rank() -> None:
 
 
 def test_a_failing_rank_shows_its_traceback_and_does_not_wait_for_the_others() -> None:
-    with pytest.raises(RankFailed, match="rank 1 raised(.|\n)*ZeroDivisionError: on purpose"):
+    with pytest.raises(RankFailed, match=r"rank 1 raised(.|\n)*ZeroDivisionError: on purpose"):
         run_ranks(failing, 2)
 
 
@@ -54,5 +52,5 @@ def test_a_dead_rank_is_named_unless_it_may_die() -> None:
 
 
 def test_a_hanging_rank_shows_where_it_hangs() -> None:
-    with pytest.raises(RankFailed, match="rank 1 was still running(.|\n)*in hanging"):
+    with pytest.raises(RankFailed, match=r"rank 1 was still running(.|\n)*in hanging"):
         run_ranks(hanging, 2, timeout_s=4)

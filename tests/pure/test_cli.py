@@ -452,7 +452,10 @@ def test_a_url_that_cannot_be_used(verb: list[str], url: str, shown: str) -> Non
 def test_a_store_whose_package_is_missing_names_the_extra(
     verb: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)
+    def missing(*_: object, **__: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("fsspec.filesystem", missing)
     assert "elastic-ray[s3]" in refusal(*verb, "s3://bucket/run")
 
 

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from elastic.training.jsonable import NotPlain, dumps, loads
 
-pytestmark = pytest.mark.pure
-
 KEYS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.text(), st.binary(), st.floats(allow_nan=False)
 )

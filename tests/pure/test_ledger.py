@@ -85,7 +85,13 @@ def test_an_event_comes_back_as_it_was_written(fs: Filesystem) -> None:
         reason="killed by SIGKILL",
         data={"pids": [1, 2], "node": "ü"},
     )
-    assert (bare.generation, bare.step, bare.world_rank, bare.reason, bare.data) == (-1, -1, -1, "", {})
+    assert (bare.generation, bare.step, bare.world_rank, bare.reason, bare.data) == (
+        -1,
+        -1,
+        -1,
+        "",
+        {},
+    )
 
 
 @settings(
@@ -185,7 +191,9 @@ def test_a_life_is_written_by_one_writer(fs: Filesystem) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize(("life", "life_id"), [(-1, "a"), (0, ""), (0, "a/b"), (0, "a.b"), (0, "ü")])
+@pytest.mark.parametrize(
+    ("life", "life_id"), [(-1, "a"), (0, ""), (0, "a/b"), (0, "a.b"), (0, "ü")]
+)
 def test_a_life_has_a_plain_name(disk: Filesystem, life: int, life_id: str) -> None:
     with pytest.raises(ValueError, match="a life is a number"):
         LedgerWriter(disk, life, life_id)
@@ -214,7 +222,9 @@ def test_data_that_is_no_json_leaves_the_ledger_as_it_was(fs: Filesystem) -> Non
 
 def test_an_odd_byte_in_a_reason_does_not_keep_the_event_out(fs: Filesystem) -> None:
     writer = LedgerWriter(fs, 0, "a")
-    event = writer.append("failed", reason=b"disk \xff".decode(errors="surrogateescape"), time_s=0.0)
+    event = writer.append(
+        "failed", reason=b"disk \xff".decode(errors="surrogateescape"), time_s=0.0
+    )
     writer.close()
     assert read_ledger(fs) == [event]
     assert event.reason == r"disk \udcff"

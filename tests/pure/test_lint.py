@@ -1,7 +1,8 @@
-"""The linters, as part of the one command that tests the project."""
+"""The linters, as part of the one command that tests the project; the README's example too."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,3 +31,12 @@ def test_everything_is_formatted() -> None:
 @pytest.mark.timeout(400)  # without a cache it reads all of torch's types first
 def test_mypy_finds_nothing() -> None:
     run("mypy", "--no-error-summary")
+
+
+def test_the_readmes_training_function_fits_the_types(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    file = tmp_path / "train_mine.py"
+    file.write_text(example)
+    run("mypy", "--no-error-summary", str(file))
+    run("ruff", "check", "--quiet", "--output-format=concise", "--ignore=D100,I002", str(file))

@@ -86,7 +86,9 @@ def test_a_newer_format_is_refused_by_name(fs: Filesystem) -> None:
         load_run_file(fs)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 1}', '{"format_version": "1"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format_version": 1}', '{"format_version": "1"}']
+)
 def test_a_garbled_file_is_an_error_and_not_a_new_run(fs: Filesystem, text: str) -> None:
     fs.write_bytes("run.json", text.encode())
     with pytest.raises(ValueError, match=r"run\.json .*cannot be read"):
@@ -102,7 +104,12 @@ def test_fields_of_a_later_minor_program_are_passed_over(fs: Filesystem) -> None
 
 def test_differing_fields_are_named() -> None:
     old = {"model": {"dim": 8, "layers": 2}, "optimizer": {"lr": 1e-3}, "data": ["a"], "gone": 0}
-    new = {"model": {"dim": 16, "layers": 2}, "optimizer": {"lr": 1e-3}, "data": ["a", "b"], "come": 1}
+    new = {
+        "model": {"dim": 16, "layers": 2},
+        "optimizer": {"lr": 1e-3},
+        "data": ["a", "b"],
+        "come": 1,
+    }
     found = {each.field: (each.old, each.new) for each in differences(old, new)}
     assert found == {
         "model.dim": (8, 16),

@@ -226,7 +226,7 @@ def test_another_node_makes_the_same_tokens_or_says_why_not(tmp_path: Path, cach
 
 
 def refused(data: str | Path, cache: Path, **asked: int) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the caller looks at the text
+    with pytest.raises(ValueError) as caught:
         prepare(data, cache, **asked)
     return str(caught.value)
 
@@ -248,7 +248,6 @@ def test_empty(tmp_path: Path, cache: Path) -> None:
 def test_unreadable(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.write_text("abc")
-    assert "cannot be read: Not a directory" in refused(path / "below", cache)
     opened = Path.open
 
     def deny(self: Path, *rest: Any) -> Any:  # tests may run as root, whom chmod does not stop

@@ -1,0 +1,155 @@
+"""Every private name of Ray that `elastic.cluster.ray_internals` uses, against the installed Ray.
+
+A new Ray minor that moves or changes one of them fails here, by name, and not in somebody's run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import elastic.cluster.ray_internals as internals
+
+SOURCE = Path(internals.__file__).read_text()
+
+# owner -> {method: parameters that our calls or overrides rely on}
+METHODS = {
+    "ray.train.v2._internal.execution.worker_group:WorkerGroup": {
+        "create": ["train_run_context", "worker_group_context", "callbacks"],
+        "__init__": ["self", "train_run_context", "worker_group_context", "callbacks"],
+        "_start": ["self"],
+        "_create_workers": [
+            "self",
+            "num_workers",
+            "placement_group",
+            "resources_per_worker",
+            "placement_group_bundle_indices",
+            "starting_world_rank",
+            "world_size",
+            "replica_group_size",
+        ],
+        "_assign_worker_ranks": [
+            "workers",
+            "starting_world_rank",
+            "world_size",
+            "replica_group_size",
+        ],
+        "_get_worker_runtime_env": ["custom_runtime_env"],
+        "_assert_active": ["self"],
+        "_clear_state": ["self"],
+        "has_started": ["self"],
+        "get_workers": ["self"],
+        "poll_status": ["self", "timeout"],
+        "shutdown": ["self"],
+    },
+    "ray.train.v2._internal.execution.worker_group:RayTrainWorker": {
+        "execute": ["self", "fn", "fn_args", "fn_kwargs"],
+        "get_metadata": ["self"],
+        "run_train_fn": ["self", "train_fn_ref"],
+    },
+    "ray.train.v2._internal.execution.worker_group:Worker": {
+        "execute_async": ["self", "fn", "fn_args", "fn_kwargs"],
+    },
+    "ray.train.v2._internal.execution.controller:TrainController": {
+        "__init__": [
+            "self",
+            "train_fn_ref",
+            "train_run_context",
+            "scaling_policy",
+            "failure_policy",
+            "callbacks",
+            "validation_config",
+        ],
+        "_start_worker_group": ["self", "num_workers", "resources_per_worker"],
+        "_shutdown_worker_group": ["self"],
+        "_generate_run_attempt_id": ["self"],
+        "_set_state": ["self", "state"],
+        "_shutdown": ["self"],
+        "_build_result": ["self"],
+        "_run_controller_hook": [
+            "self",
+            "hook_name",
+            "args",
+            "invoke_failure_decision_callbacks",
+            "context",
+        ],
+        "run": ["self"],
+    },
+    "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy": {
+        "_maybe_send_resource_request": ["self"],
+    },
+    "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer": {
+        "_create_default_callbacks": ["self"],
+    },
+    "ray.train.v2._internal.util": {"bundle_to_remote_args": ["bundle"]},
+    "ray._private.state": {"available_resources_per_node": []},
+}
+
+# class -> attributes that its own code sets and ours reads or writes
+ATTRIBUTES = {
+    "ray.train.v2._internal.execution.worker_group:WorkerGroup": [
+        "_worker_group_start_timeout_s",
+        "_worker_group_state",
+        "_worker_group_context",
+        "_train_run_context",
+        "_callbacks",
+    ],
+    "ray.train.v2._internal.execution.controller:TrainController": [
+        "_worker_group",
+        "_scaling_policy",
+        "worker_group_cls",
+    ],
+    "ray.train.v2.api.config:ScalingConfig": ["_resources_per_worker_not_none"],
+}
+
+
+def _find(path: str):
+    module, _, name = path.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
+
+
+@pytest.mark.parametrize("owner", METHODS)
+def test_methods_have_the_parameters_we_rely_on(owner: str):
+    for name, expected in METHODS[owner].items():
+        function = inspect.getattr_static(_find(owner), name)
+        function = getattr(function, "__func__", function)
+        parameters = [p for p in inspect.signature(function).parameters if p != "cls"]
+        assert parameters[: len(expected)] == expected, f"{owner}.{name}"
+
+
+@pytest.mark.parametrize("owner", ATTRIBUTES)
+def test_attributes_are_there(owner: str):
+    kind = _find(owner)
+    missing = [name for name in ATTRIBUTES[owner] if not hasattr(kind, name)]
+    if missing:
+        source = "".join(inspect.getsource(base) for base in kind.__mro__[:-1])
+        missing = [name for name in missing if f"self.{name}" not in source]
+    assert missing == []
+
+
+def test_members_of_ray_state_and_worker_metadata():
+    import ray
+    from ray.train.v2._internal.execution.context import DistributedContext
+    from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
+
+    assert {"world_rank", "world_size", "local_rank", "local_world_size", "node_rank"} <= set(
+        DistributedContext.__dataclass_fields__
+    )
+    assert {"node_id", "node_ip", "pid"} <= set(ActorMetadata.__dataclass_fields__)
+    assert isinstance(ray._raylet.RAY_NODE_ID_KEY, str)
+    assert callable(ray._private.state.state.get_draining_nodes)
+
+
+def test_every_private_name_in_the_module_is_listed_above():
+    """A new use of a private name must be added to the contract."""
+    listed = {name for names in METHODS.values() for name in names}
+    listed |= {name for names in ATTRIBUTES.values() for name in names}
+    own = {"_Group", "_WatchedWorker", "_member", "_worker_cls"}
+    ours = {node.attr for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.Attribute)}
+    private = {name for name in ours if name.startswith("_") and not name.startswith("__")}
+    assert private - listed - own - {"_private", "_raylet"} == set()
