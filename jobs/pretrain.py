@@ -72,7 +72,7 @@ def train(run: elastic.Run) -> None:
         optimizer.zero_grad()
 
 
-# --- command line ----------------------------------------------------------------------------------
+# --- command line --------------------------------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--storage", default=None, help=f"path or URL for all runs (default {DEFAULT_STORAGE})"
     )
-    parser.add_argument("--data", help="text or Parquet, file or folder (default: Python's library)")
+    parser.add_argument("--data", help="text or Parquet (default: Python's library)")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps in all")
     parser.add_argument("--num-workers", default="2", metavar="N|MIN:MAX")
     parser.add_argument("--global-batch", type=int, default=32, help="samples per step")
@@ -150,9 +150,7 @@ def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[in
             f"{smallest}, or lower --num-workers"
         )
     if arguments.model not in PRESETS:
-        raise InvalidInput(
-            f"--model is one of {', '.join(PRESETS)}; found {arguments.model!r}"
-        )
+        raise InvalidInput(f"--model is one of {', '.join(PRESETS)}; found {arguments.model!r}")
     try:
         SaveInterval.parse(arguments.save_every)
         text = prepare(
@@ -302,13 +300,12 @@ def _train(
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
     from elastic import ElasticConfig, ElasticTrainer, TrainingFailed
-    from jobs import pretrain
 
     largest = num_workers if isinstance(num_workers, int) else num_workers[1]
     try:
         connect_to_ray(largest)
         trainer = ElasticTrainer(
-            pretrain.train,  # by its module's name: this file may be __main__
+            train,
             train_loop_config=config,
             scaling_config=ScalingConfig(
                 num_workers=num_workers,

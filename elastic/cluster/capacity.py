@@ -48,9 +48,7 @@ def look(
         )
         for node in alive
     ]
-    return Capacity(
-        num_workers=count_workers(found, per_worker), note=describe(found, per_worker)
-    )
+    return Capacity(num_workers=count_workers(found, per_worker), note=describe(found, per_worker))
 
 
 def answers(address: str, port: int, timeout_s: float = _PROBE_TIMEOUT_S) -> bool:

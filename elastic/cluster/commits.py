@@ -153,7 +153,7 @@ class Commits:
 
         try:
             published = await self.in_order(publish)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever storage raises fails the save
             self._settle(attempt, last, _refused(f"{type(error).__name__}: {error}"))
             return
         if not attempt.outcome.done():

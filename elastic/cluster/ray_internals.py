@@ -35,7 +35,6 @@ from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-
 __all__ = ["Controller", "GroupMember", "GroupStartError", "launch", "read_nodes"]
 
 _WATCH = "watch"
@@ -136,9 +135,10 @@ class _Group(WorkerGroup):
             Worker(actor, metadata, resources_per_worker, placement_group_bundle_index=index)
             for index, actor, metadata in zip(indices, actors, found, strict=True)
         ]
-        return WorkerGroup._assign_worker_ranks(
+        ranked: list[Worker] = WorkerGroup._assign_worker_ranks(
             workers, starting_world_rank, world_size, replica_group_size
         )
+        return ranked
 
     def shutdown(self) -> None:
         """End the workers at once: Ray's own waits up to 5 s for hooks that hung workers miss."""
@@ -182,7 +182,9 @@ class Controller(TrainController):
             raise GroupStartError(f"no room for {num_workers} workers: {error}", True) from error
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            raise GroupStartError(f"starting {num_workers} workers failed: {text}", False) from error
+            raise GroupStartError(
+                f"starting {num_workers} workers failed: {text}", False
+            ) from error
         group = self._worker_group
         group.watches = {
             worker.distributed_context.world_rank: worker.actor.watch.remote()
@@ -207,7 +209,9 @@ class Controller(TrainController):
         """A reference to the result of a function run in one worker's process."""
         return self._worker_group.get_workers()[world_rank].execute_async(function, *args)
 
-    def call_all(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_all(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:
         """References to the results of a function run in every worker, with its own arguments."""
         workers = self._worker_group.get_workers()
         return [
@@ -231,9 +235,7 @@ class Controller(TrainController):
     def poll_reports(self, timeout_s: float) -> dict[int, BaseException]:
         """Collect `ray.train.report` results; errors of ranks whose training thread has ended."""
         status = self._worker_group.poll_status(timeout=timeout_s)
-        return {
-            rank: found.error for rank, found in status.worker_statuses.items() if found.error
-        }
+        return {rank: found.error for rank, found in status.worker_statuses.items() if found.error}
 
     def ask_for_resources(self) -> None:
         """Keep Ray's autoscaler told of the largest size this run would use."""
@@ -320,5 +322,3 @@ def read_nodes() -> list[dict[str, Any]]:
         for node in ray.nodes()
         if node["Alive"] and node["NodeID"] not in draining
     ]
-
-

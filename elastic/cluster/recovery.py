@@ -6,14 +6,13 @@ import time
 
 
 class Recovery:
-    """The re-form under way, if one is. Times are in seconds; of several ranks the slowest counts."""
+    """The re-form under way, if one is. Times in seconds; of several ranks the slowest counts."""
 
     def __init__(self) -> None:
         self.count = 0
         """Re-forms so far, planned ones included, the first start not."""
         self.reason = ""
         self.old_world_size = 0
-        self.restored_ranks: set[int] = set()
         self._step = -1
         self._phases_s: dict[str, float] = {}
         self._decided_s: float | None = None
@@ -40,7 +39,6 @@ class Recovery:
 
     def begin_start(self) -> None:
         """A new group starts: what an earlier, failed start took no longer counts as its phases."""
-        self.restored_ranks = set()
         for phase in ("place", "start", "connect", "build", "load"):
             self._phases_s.pop(phase, None)
 

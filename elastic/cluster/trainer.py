@@ -27,7 +27,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from elastic.cluster import worker
 from elastic.cluster.backend import ElasticTorchConfig
-from elastic.cluster.driver import DriverActor, DriverConfig, TrainingFailed
+from elastic.cluster.driver import DriverConfig, TrainingFailed
+from elastic.cluster.driver_actor import DriverActor
 from elastic.cluster.ray_internals import launch
 from elastic.policy.retention import Retention
 from elastic.policy.saves import SaveInterval
@@ -180,9 +181,7 @@ class ElasticTrainer(TorchTrainer):
             versions=versions,
         )
 
-    def _result(
-        self, filesystem: Filesystem, run_file: RunFile, outcome: dict[str, Any]
-    ) -> Result:
+    def _result(self, filesystem: Filesystem, run_file: RunFile, outcome: dict[str, Any]) -> Result:
         if outcome["outcome"] == "failed":
             rest = f"\n\n{outcome['traceback']}" if outcome["traceback"] else ""
             raise TrainingFailed(f"{outcome['reason']}\nrun directory: {self.run_url}{rest}")
@@ -202,7 +201,7 @@ class ElasticTrainer(TorchTrainer):
         )
 
 
-# --- checks ----------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _check_function(train: Callable[..., None]) -> None:
@@ -246,9 +245,7 @@ def _check_pickles(train: Callable[..., None], config: dict[str, Any] | None) ->
             ) from error
 
 
-def _rules(
-    scaling: ScalingConfig, failure: FailureConfig | None, config: ElasticConfig
-) -> Rules:
+def _rules(scaling: ScalingConfig, failure: FailureConfig | None, config: ElasticConfig) -> Rules:
     failure = failure or FailureConfig()
     if scaling.use_tpu:
         raise ValueError("ScalingConfig(use_tpu=True) is not supported: FSDP2 runs on CUDA or CPU")
@@ -293,9 +290,7 @@ def _run_url(run: RunConfig) -> str:
         )
     name = str(run.name)
     if not name or name in (".", "..") or any(part in name for part in ("/", "\\", "\0")):
-        raise ValueError(
-            f"a run's name is one path component, without slashes; found {run.name!r}"
-        )
+        raise ValueError(f"a run's name is one path component, without slashes; found {run.name!r}")
     url = f"{str(run.storage_path).rstrip('/')}/{name}"
     Filesystem.at(url)
     return url
@@ -330,7 +325,7 @@ def _json_able(tree: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-# --- waiting ---------------------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------
 
 
 def _wait(driver: Any, on_status: Callable[[dict[str, Any]], None] | None) -> dict[str, Any]:

@@ -104,9 +104,10 @@ class RayCoordinator:
         try:
             result: CommitResult = ray.get(self._driver.commit.remote(shard), timeout=timeout_s)
             return result
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - no answer is a failed save
             return CommitResult(
-                committed=False, reason=f"the driver did not answer: {type(error).__name__}: {error}"
+                committed=False,
+                reason=f"the driver did not answer: {type(error).__name__}: {error}",
             )
 
     def next_checkpoint(self, rejected_step: int, reason: str) -> int | None:
@@ -146,7 +147,7 @@ def _serve_one(
         assert run is not None
         run.close()
         coordinator.notify("left", {"step": run.step})
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the user's: it becomes an event
         if run is not None:
             run.close()
         coordinator.notify("failed", _describe(error, run))

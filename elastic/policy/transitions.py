@@ -96,9 +96,7 @@ def _wait(rules: Rules, now: Situation, event: CapacitySeen, time_s: float) -> D
     )
     since_s = time_s if now.waiting_since_s is None else now.waiting_since_s
     told = now.phase is Phase.WAITING and now.reason == reason
-    new = replace(
-        now, phase=Phase.WAITING, since_s=time_s, waiting_since_s=since_s, reason=reason
-    )
+    new = replace(now, phase=Phase.WAITING, since_s=time_s, waiting_since_s=since_s, reason=reason)
     commands = () if told else (Record(kind="waiting", reason=reason),)
     return _or_give_up(rules, new, commands, time_s)
 
@@ -173,9 +171,7 @@ def _died_early(rules: Rules, now: Situation, event: Event, time_s: float) -> De
 
 def _start_failed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     assert isinstance(event, GroupStartFailed)
-    record = Record(
-        kind="start_failed", generation=now.generation, reason=event.reason, data={}
-    )
+    record = Record(kind="start_failed", generation=now.generation, reason=event.reason, data={})
     if now.stop_reason:
         return _end(now, "stopped", now.stop_reason, time_s, before=(record,))
     since_s = time_s if now.waiting_since_s is None else now.waiting_since_s
@@ -192,17 +188,14 @@ def _start_failed(rules: Rules, now: Situation, event: Event, time_s: float) -> 
         new, gave_up = _count_failure(rules, new)
         if gave_up:
             return _end(new, "failed", gave_up, time_s, before=(record,))
-    looked = _or_give_up(rules, new, (record, LookForCapacity()), time_s)
-    return looked
+    return _or_give_up(rules, new, (record, LookForCapacity()), time_s)
 
 
 def _count_failure(rules: Rules, now: Situation) -> tuple[Situation, str]:
     """The situation with one more failure, and why to give up, or an empty string."""
     progressed = now.committed_step > now.committed_at_failure
     num = 1 if progressed else now.num_without_progress + 1
-    new = replace(
-        now, num_without_progress=num, committed_at_failure=max(now.committed_step, -1)
-    )
+    new = replace(now, num_without_progress=num, committed_at_failure=max(now.committed_step, -1))
     if num <= rules.max_failures_without_progress:
         return new, ""
     return new, (
@@ -350,8 +343,12 @@ def _unrecoverable(rules: Rules, now: Situation, event: Event, time_s: float) ->
     new = replace(
         now, phase=Phase.STOPPING, since_s=time_s, then=Then.FAIL, reason=event.reason, error=None
     )
-    record = Record(kind="failure_decided", generation=now.generation, reason=event.reason,
-                    data={"cause": "storage", "then": "fail", "cause_text": event.reason})
+    record = Record(
+        kind="failure_decided",
+        generation=now.generation,
+        reason=event.reason,
+        data={"cause": "storage", "then": "fail", "cause_text": event.reason},
+    )
     commands = (record, StopGroup(generation=now.generation))
     return Decision(situation=new, commands=commands, reason=event.reason)
 
@@ -369,9 +366,7 @@ def _rank_done(rules: Rules, now: Situation, event: Event, time_s: float) -> Dec
     then = Then.FINISH if new.finished else new.then
     reason = f"all ranks finished at step {new.step}" if new.finished else new.reason
     new = replace(new, phase=Phase.STOPPING, since_s=time_s, then=then, reason=reason)
-    ended = Record(
-        kind="generation_ended", generation=now.generation, step=new.step, reason=reason
-    )
+    ended = Record(kind="generation_ended", generation=now.generation, step=new.step, reason=reason)
     return Decision(
         situation=new, commands=(ended, StopGroup(generation=now.generation)), reason=reason
     )
@@ -380,11 +375,11 @@ def _rank_done(rules: Rules, now: Situation, event: Event, time_s: float) -> Dec
 def _leave_overdue(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     if time_s - now.since_s < rules.leave_s:
         return Decision(situation=now)
-    reason = f"not all ranks left within {rules.leave_s:g} s of being asked; ending them ({now.reason})"
-    new = replace(now, phase=Phase.STOPPING, since_s=time_s, reason=reason)
-    ended = Record(
-        kind="generation_ended", generation=now.generation, step=now.step, reason=reason
+    reason = (
+        f"not all ranks left within {rules.leave_s:g} s of being asked; ending them ({now.reason})"
     )
+    new = replace(now, phase=Phase.STOPPING, since_s=time_s, reason=reason)
+    ended = Record(kind="generation_ended", generation=now.generation, step=now.step, reason=reason)
     return Decision(
         situation=new, commands=(ended, StopGroup(generation=now.generation)), reason=reason
     )
@@ -411,9 +406,7 @@ def _end(
 ) -> Decision:
     phase = {"finished": Phase.FINISHED, "stopped": Phase.STOPPED, "failed": Phase.FAILED}[outcome]
     new = replace(now, phase=phase, since_s=time_s, reason=reason)
-    record = Record(
-        kind=f"run_{outcome}", generation=now.generation, step=now.step, reason=reason
-    )
+    record = Record(kind=f"run_{outcome}", generation=now.generation, step=now.step, reason=reason)
     end = End(outcome=outcome, reason=reason, error=now.error if outcome == "failed" else None)
     return Decision(situation=new, commands=(*before, record, end), reason=reason)
 

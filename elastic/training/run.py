@@ -12,29 +12,20 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
 from elastic.training import rng
-from elastic.training.checkpoint import (
-    AsyncSaver,
-    CheckpointCorrupt,
-    Restored,
-    load,
-    verify_share,
-)
-from elastic.training.coordinator import (
-    Coordinator,
-    NoSoundCheckpoint,
-    Reform,
-)
+from elastic.training.agreement import Agreement
+from elastic.training.checkpoint import AsyncSaver
+from elastic.training.coordinator import Coordinator, Reform
 from elastic.training.data import GlobalLoader, MicroBatch
 from elastic.training.gradients import prepare_fsdp
 from elastic.training.membership import Membership, TrainingConfig
 from elastic.training.process_group import Groups
 from elastic.training.reporter import Reporter
+from elastic.training.restore import restore
 from elastic.training.saves import Saves
 from elastic.training.state import TrackedState
 from elastic.training.step import PendingMetrics, Step
@@ -78,8 +69,6 @@ class Run:
         self._rng: Callable[[], None] | None = None
         self._pending: tuple[int, dict[str, float], PendingMetrics] | None = None
         self._saves_seen = 0
-        self._filesystem = Filesystem.at(config.run_url)
-        self._catalog = Catalog(self._filesystem, config.run_id)
         self._reporter = Reporter(coordinator)
         self._begun_s = time.monotonic()
         self._loaded_s: float | None = None
@@ -90,7 +79,7 @@ class Run:
             config=config,
             coordinator=coordinator,
             groups=groups,
-            filesystem=self._filesystem,
+            filesystem=Filesystem.at(config.run_url),
             saver=saver,
             reporter=self._reporter,
         )
@@ -141,12 +130,12 @@ class Run:
         built_s = time.monotonic()
         if self._member.resume_step is not None:
             self._reporter.phase = "load"
-            self._restore(self._member.resume_step)
+            self._restore(self._state)
         self._loaded_s = time.monotonic()
         self._rng()
         self._reporter.step = self.step
         self._coordinator.notify(
-            "restored",
+            "restored_state",
             {
                 "step": self.step,
                 "resumed": self._member.resume_step is not None,
@@ -155,48 +144,19 @@ class Run:
             },
         )
 
-    def _restore(self, step: int) -> None:
-        restored = self._load(step)
-        while isinstance(restored, str):
-            step = self._step_back(step, restored)
-            restored = self._load(step)
+    def _restore(self, state: TrackedState) -> None:
+        restored = restore(
+            state,
+            self._member,
+            catalog=Catalog(Filesystem.at(self._settings.run_url), self._settings.run_id),
+            coordinator=self._coordinator,
+            control=self._groups.control,
+        )
         counters = restored.plain["counters"]
         self.step, self.samples = counters["step"], counters["samples"]
         self.tokens, self.epoch = counters["tokens"], counters["epoch"]
         self._saves.restored(self.step)
         self._rng = self._rng_to_restore(restored.rank_plain)
-
-    def _load(self, step: int) -> Restored | str:
-        """What was restored, or what is wrong with the checkpoint's bytes; the same on all ranks."""
-        assert self._state is not None
-        control = self._groups.control
-        manifest = self._catalog.manifest(step)
-        path = self._catalog.data_path(step)
-        problems = verify_share(
-            self._filesystem, path, manifest.files, self.world_rank, self.world_size
-        )
-        everyone: list[list[str] | None] = [None] * self.world_size
-        dist.all_gather_object(everyone, problems, group=control)
-        bad = [problem for found in everyone for problem in (found or [])]
-        if bad:
-            return "; ".join(bad)
-        try:
-            return load(self._filesystem, path, manifest, self._state, control)
-        except CheckpointCorrupt as error:
-            return str(error)
-
-    def _step_back(self, step: int, reason: str) -> int:
-        """The next older checkpoint. Rank 0 asks, and all are told: one decision for the group."""
-        answer: list[Any] = [None, ""]
-        if self.world_rank == 0:
-            try:
-                answer[0] = self._coordinator.next_checkpoint(step, reason)
-            except NoSoundCheckpoint as error:
-                answer[1] = str(error)
-        dist.broadcast_object_list(answer, src=0, group=self._groups.control)
-        if answer[0] is None:
-            raise NoSoundCheckpoint(answer[1])
-        return int(answer[0])
 
     def _rng_to_restore(self, rank_plain: dict[str, Any] | None) -> Callable[[], None]:
         if rank_plain is None:
@@ -326,7 +286,7 @@ class Run:
         self._rng = None
         self._commit_start(state)
         agreement = self._agree(tokens, samples)
-        self._advance(agreement.samples(), agreement, self.epoch)
+        self._advance(agreement.num_samples(), agreement, self.epoch)
         self._boundary(state, agreement)
 
     @contextlib.contextmanager
@@ -351,14 +311,14 @@ class Run:
         orders = self._coordinator.orders()
         asked = orders.saves_asked > self._saves_seen
         self._saves_seen = orders.saves_asked
-        is_first = self.world_rank == 0
-        wants = [
-            num_valid_tokens,
-            num_samples,
-            int(is_first and (asked or self._saves.is_due(self.step + 1))),
-            int(orders.leave),
-        ]
-        return Agreement(wants, self._groups.control)
+        is_due = self.world_rank == 0 and (asked or self._saves.is_due(self.step + 1))
+        return Agreement(
+            num_valid_tokens=num_valid_tokens,
+            num_samples=num_samples,
+            save=is_due,
+            leave=orders.leave,
+            group=self._groups.control,
+        )
 
     def _advance(self, num_samples: int, agreement: Agreement, epoch: int) -> None:
         self.step += 1
@@ -429,34 +389,3 @@ class Run:
     def close(self) -> None:
         """End this run's threads. The process groups are the caller's to end."""
         self._reporter.close()
-
-
-class Agreement:
-    """What all ranks want of one step, summed over them while the forward pass runs."""
-
-    def __init__(self, wants: list[int], group: dist.ProcessGroup) -> None:
-        self._sums = torch.tensor(wants, dtype=torch.int64)
-        self._work = dist.all_reduce(self._sums, group=group, async_op=True)
-        self._values: list[int] | None = None
-
-    def _value(self, index: int) -> int:
-        if self._values is None:
-            self._work.wait()
-            self._values = self._sums.tolist()
-        return self._values[index]
-
-    def num_valid_tokens(self) -> int:
-        """Valid tokens of the global batch."""
-        return self._value(0)
-
-    def samples(self) -> int:
-        """Samples of the global batch, in a loop that the user owns."""
-        return self._value(1)
-
-    def save(self) -> bool:
-        """Whether to save after this step."""
-        return self._value(2) > 0
-
-    def leave(self) -> bool:
-        """Whether to save, commit and leave after this step."""
-        return self._value(3) > 0

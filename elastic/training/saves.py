@@ -173,7 +173,7 @@ class Saves:
         def finish() -> CommitResult:
             try:
                 done = shard(files=handle.files())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the driver hears of it
                 done = shard(failure=f"rank {member.world_rank}: {type(error).__name__}: {error}")
             # Metrics up to this step reach the driver before the commit, so that a resumed
             # history has no gap below the checkpoint.
@@ -190,7 +190,7 @@ def _in_background(work: Callable[[], CommitResult]) -> Future[CommitResult]:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to
             future.set_result(
                 CommitResult(committed=False, reason=f"{type(error).__name__}: {error}")
             )

@@ -110,4 +110,3 @@ class PendingMetrics:
             self._work.wait()
             found.update(zip(self._names, self._vector.tolist(), strict=True))
         return found
-

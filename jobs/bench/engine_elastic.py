@@ -13,7 +13,6 @@ import ray.train
 import torch
 
 import elastic
-from elastic.cluster.trainer import ElasticConfig
 from jobs.bench import workload
 from jobs.bench.engine_process import connect
 from jobs.bench.engines import Plan
@@ -52,6 +51,8 @@ def train(run: elastic.Run) -> None:
 
 
 def main() -> None:
+    from elastic.cluster.trainer import ElasticConfig  # here, for no worker needs the trainer
+
     plan = Plan.from_json(sys.argv[1])
     connect(plan.address)
     elastic.ElasticTrainer(

@@ -22,7 +22,6 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler
 
 import elastic
-from elastic.cluster.trainer import ElasticConfig
 from jobs.bench import workload
 from jobs.bench.engine_process import connect
 
@@ -114,6 +113,8 @@ def _timed(bare: BareLoop, num_steps: int) -> float:
 
 
 def main() -> None:
+    from elastic.cluster.trainer import ElasticConfig  # here, for no worker needs the trainer
+
     plan = Plan(**json.loads(sys.argv[1]))
     connect(plan.address)
     config: dict[str, Any] = dataclasses.asdict(plan)

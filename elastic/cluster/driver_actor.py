@@ -1,0 +1,48 @@
+"""The driver as a Ray actor: what the owner of a run and its ranks may call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from elastic.cluster.driver import Driver, DriverConfig
+from elastic.cluster.ray_internals import Controller
+from elastic.training.coordinator import CommitResult, Shard
+
+
+class DriverActor(Controller):
+    """A `Driver` with a Ray Train controller for its hands. Lives as long as the job's script."""
+
+    def __init__(self, *, driver_config: DriverConfig, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._driver = Driver(driver_config, self)
+
+    async def run(self) -> None:
+        """Train until the run is over; then `outcome` tells how it ended."""
+        await self._driver.run()
+
+    async def stop(self, reason: str) -> None:
+        """Ask for a save at an agreed step and a stop."""
+        self._driver.stop(reason)
+
+    async def status(self) -> dict[str, Any]:
+        """Where the run stands, for a progress line."""
+        return self._driver.status()
+
+    async def outcome(self) -> dict[str, Any]:
+        """How the run ended: outcome, reason, and the figures of its summary."""
+        return self._driver.outcome()
+
+    async def rank_event(
+        self, generation: int, world_rank: int, kind: str, data: Mapping[str, Any]
+    ) -> None:
+        """A rank's word: see `Coordinator.notify`."""
+        self._driver.rank_event(generation, world_rank, kind, data)
+
+    async def commit(self, shard: Shard) -> CommitResult:
+        """A rank's shard of a save; answers when the save is committed or has failed."""
+        return await self._driver.commit(shard)
+
+    async def step_back(self, generation: int, step: int, reason: str) -> tuple[int | None, str]:
+        """Quarantine a checkpoint whose bytes are bad; the next older one, or why there is none."""
+        return await self._driver.step_back(generation, step, reason)

@@ -1,0 +1,153 @@
+"""What ranks tell the driver, turned into events, ledger records, metrics and recovery times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic.cluster.recovery import Recovery
+from elastic.policy.events import (
+    Event,
+    Progressed,
+    RankError,
+    RankFailed,
+    RankFinished,
+    RankLeft,
+    Record,
+)
+from elastic.storage.metrics import MetricsWriter
+
+Data = Mapping[str, Any]
+
+
+class RankWords:
+    """Listens to the ranks of the current generation, one method for each kind of word."""
+
+    def __init__(
+        self,
+        *,
+        recovery: Recovery,
+        metrics: MetricsWriter,
+        post: Callable[[Event], None],
+        record: Callable[[Record], None],
+        on_restored: Callable[[], None],
+    ) -> None:
+        self._recovery = recovery
+        self._metrics = metrics
+        self._post = post
+        self._record = record
+        self._on_restored = on_restored
+        self._generation = -1
+        self._world_size = 0
+        self._restored: set[int] = set()
+        self._posted_step = -1
+        self.resumed_step = -1
+        """Where the current generation began; -1 before all its ranks have said so."""
+        self.latest: dict[str, Any] = {"phase": "", "loss": None, "tokens_per_s": None}
+        """Rank 0's phase, loss and speed, for people."""
+
+    def begin(self, generation: int, world_size: int) -> None:
+        """From now on only this generation is listened to."""
+        self._generation, self._world_size = generation, world_size
+        self._restored = set()
+        self.resumed_step = self._posted_step = -1
+
+    def hear(self, generation: int, rank: int, kind: str, data: Data) -> None:
+        """One word of one rank; that of an older generation is not heard."""
+        if generation == self._generation:
+            getattr(self, f"_on_{kind}")(rank, data)
+
+    def _on_connected(self, rank: int, data: Data) -> None:
+        self._recovery.took("connect", data["connect_s"])
+
+    def _on_restored_state(self, rank: int, data: Data) -> None:
+        self._recovery.took("build", data["build_s"])
+        self._recovery.took("load", data["load_s"])
+        self._restored.add(rank)
+        if len(self._restored) < self._world_size:
+            return
+        self.resumed_step = int(data["step"])
+        self._on_restored()
+        self._metrics.start(self._generation, self.resumed_step + 1, time.time())
+        kind = "resumed" if data["resumed"] else "started"
+        self._record(Record(kind=kind, generation=self._generation, step=self.resumed_step))
+
+    def _on_first_step(self, rank: int, data: Data) -> None:
+        if rank != 0:
+            return
+        lost_steps = self._recovery.lost_steps(self.resumed_step)
+        found = self._recovery.finish(float(data["first_step_s"]))
+        if found is None:
+            return
+        self._record(
+            Record(
+                kind="recovered",
+                generation=self._generation,
+                step=int(data["step"]),
+                reason=self._recovery.reason,
+                data={
+                    "lost_steps": lost_steps,
+                    "old_world_size": self._recovery.old_world_size,
+                    "new_world_size": self._world_size,
+                    "phases_s": found,
+                },
+            )
+        )
+
+    def _on_progress(self, rank: int, data: Data) -> None:
+        step = int(data["step"])
+        self._recovery.reached(step)
+        if rank != 0:
+            return
+        self.latest["phase"] = data["phase"]
+        for row in data["rows"]:
+            values = row["values"]
+            self._metrics.add(self._generation, row["step"], row["time_s"], values)
+            self.latest["loss"] = values.get("loss", self.latest["loss"])
+            if values.get("step_s", 0.0) > 0:
+                self.latest["tokens_per_s"] = values.get("tokens", 0.0) / values["step_s"]
+        if step > self._posted_step:
+            self._posted_step = step
+            self._post(Progressed(generation=self._generation, step=step))
+
+    def _on_save_skipped(self, rank: int, data: Data) -> None:
+        self._record(
+            Record(
+                kind="checkpoint_skipped",
+                generation=self._generation,
+                step=int(data["step"]),
+                reason="the save before it was still being written",
+            )
+        )
+
+    def _on_rng_left_out(self, rank: int, data: Data) -> None:
+        streams = ", ".join(data["streams"])
+        self._record(
+            Record(
+                kind="rng_left_out",
+                generation=self._generation,
+                world_rank=rank,
+                reason=f"random streams not restored: {streams}; one side has no such device",
+            )
+        )
+
+    def _on_failed(self, rank: int, data: Data) -> None:
+        self._recovery.reached(int(data["step"]))
+        error = RankError(
+            world_rank=rank,
+            type_name=data["type_name"],
+            message=data["message"],
+            traceback=data["traceback"],
+            is_victim=data["is_victim"],
+        )
+        self._post(RankFailed(generation=self._generation, error=error))
+
+    def _on_left(self, rank: int, data: Data) -> None:
+        self._recovery.reached(int(data["step"]))
+        self._post(RankLeft(generation=self._generation, world_rank=rank, step=int(data["step"])))
+
+    def _on_finished(self, rank: int, data: Data) -> None:
+        self._post(
+            RankFinished(generation=self._generation, world_rank=rank, step=int(data["step"]))
+        )

@@ -1,0 +1,51 @@
+"""What all ranks want of one step, summed over them while the forward pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class Agreement:
+    """One small sum over the group, begun at the start of a step and read when first needed.
+
+    Every rank gets the same numbers, so that all decide alike, whoever heard of a wish first.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_valid_tokens: int,
+        num_samples: int,
+        save: bool,
+        leave: bool,
+        group: dist.ProcessGroup,
+    ) -> None:
+        wants = [num_valid_tokens, num_samples, int(save), int(leave)]
+        self._sums = torch.tensor(wants, dtype=torch.int64)
+        self._work = dist.all_reduce(self._sums, group=group, async_op=True)
+        self._values: Sequence[int] | None = None
+
+    def _value(self, index: int) -> int:
+        if self._values is None:
+            self._work.wait()
+            self._values = self._sums.tolist()
+        return self._values[index]
+
+    def num_valid_tokens(self) -> int:
+        """Valid tokens of the global batch."""
+        return self._value(0)
+
+    def num_samples(self) -> int:
+        """Samples of the global batch, as the ranks gave them."""
+        return self._value(1)
+
+    def save(self) -> bool:
+        """Whether any rank wants a save after this step."""
+        return self._value(2) > 0
+
+    def leave(self) -> bool:
+        """Whether any rank was asked to save, commit and leave after this step."""
+        return self._value(3) > 0

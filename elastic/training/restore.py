@@ -1,0 +1,112 @@
+"""Restoring the group: the checkpoint the driver chose, or the next older one with sound bytes.
+
+The driver decides, all ranks are told, all confirm. No rank lists storage to choose for itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from elastic.storage.checkpoints import Catalog
+from elastic.training.checkpoint import CheckpointCorrupt, Restored, load, verify_share
+from elastic.training.coordinator import Coordinator, NoSoundCheckpoint
+from elastic.training.membership import Membership
+from elastic.training.state import TrackedState
+
+VISIBLE_S = 60.0
+_LOOK_AGAIN_S = 0.2
+
+
+class CheckpointNotVisible(RuntimeError):
+    """A rank could not see, within its time, a checkpoint that the driver found complete."""
+
+
+def restore(
+    state: TrackedState,
+    member: Membership,
+    *,
+    catalog: Catalog,
+    coordinator: Coordinator,
+    control: dist.ProcessGroup,
+    visible_s: float = VISIBLE_S,
+) -> Restored:
+    """What was restored into `state`, the same checkpoint on all ranks.
+
+    Starts from `member.resume_step`. A checkpoint whose bytes are bad on any rank is handed to the
+    driver, which quarantines it and names the next older one. Bytes that are only not visible yet,
+    as on a network file system, are waited for, up to `visible_s` seconds.
+
+    Raises:
+        NoSoundCheckpoint: none is left.
+        CheckpointNotVisible: see `visible_s`; says nothing about the bytes.
+        StateMismatch: it does not fit the objects.
+    """
+    assert member.resume_step is not None
+    step = member.resume_step
+    while True:
+        _gather(_wait_until_visible(catalog, step, visible_s), control, CheckpointNotVisible)
+        manifest, path = catalog.manifest(step), catalog.data_path(step)
+        problems = verify_share(
+            catalog.fs, path, manifest.files, member.world_rank, member.world_size
+        )
+        bad = _gather(problems, control)
+        if not bad:
+            try:
+                return load(catalog.fs, path, manifest, state, control)
+            except CheckpointCorrupt as error:
+                bad = [str(error)]
+        step = _step_back(step, "; ".join(bad), member, coordinator, control)
+
+
+def _wait_until_visible(catalog: Catalog, step: int, visible_s: float) -> list[str]:
+    until_s = time.monotonic() + visible_s
+    while True:
+        found = catalog.inspect(step)
+        if found.complete:
+            return []
+        if time.monotonic() > until_s:
+            return [
+                (
+                    f"step-{step} of {catalog.fs.url}, which the driver found complete, is not so here "
+                    f"after {visible_s:g} s: {found.reason}. Every node must see the same storage"
+                )
+            ]
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _gather(
+    problems: Sequence[str],
+    control: dist.ProcessGroup,
+    error: type[Exception] | None = None,
+) -> list[str]:
+    """The problems of all ranks, on all ranks; raised as `error` if one is given."""
+    everyone: list[Any] = [None] * dist.get_world_size(control)
+    dist.all_gather_object(everyone, list(problems), group=control)
+    found = [f"rank {rank}: {problem}" for rank, told in enumerate(everyone) for problem in told]
+    if found and error is not None:
+        raise error("; ".join(found))
+    return found
+
+
+def _step_back(
+    step: int,
+    reason: str,
+    member: Membership,
+    coordinator: Coordinator,
+    control: dist.ProcessGroup,
+) -> int:
+    """Rank 0 asks the driver, and all are told: one decision for the group."""
+    answer: list[Any] = [None, ""]
+    if member.world_rank == 0:
+        try:
+            answer[0] = coordinator.next_checkpoint(step, reason)
+        except NoSoundCheckpoint as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, group_src=0, group=control)
+    if answer[0] is None:
+        raise NoSoundCheckpoint(answer[1])
+    return int(answer[0])

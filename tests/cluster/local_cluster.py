@@ -1,0 +1,215 @@
+"""A real local Ray cluster of several nodes, and real jobs on it, for tests that kill things."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from elastic.storage.checkpoints import Catalog
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import LedgerEvent, read_ledger
+from elastic.storage.run_file import load_run_file
+
+ROOT = Path(__file__).resolve().parents[2]
+FAST_HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 250,
+    "health_check_timeout_ms": 500,
+    "health_check_failure_threshold": 2,
+}
+
+
+def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = 90.0) -> Any:
+    """The first true answer of `condition`. A timeout fails, naming `what`."""
+    until_s = time.monotonic() + timeout_s
+    while time.monotonic() < until_s:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"timed out after {timeout_s:g} s waiting for {what}")
+
+
+class LocalCluster:
+    """A head without CPUs and some nodes. Use `started` to make one."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.nodes: list[Any] = []
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self, num_cpus: int = 1) -> Any:
+        node = self._cluster.add_node(num_cpus=num_cpus)
+        self.nodes.append(node)
+        return node
+
+    def remove(self, node_id: str) -> None:
+        """Take the node away without a word, as a lost machine goes."""
+        node = next(node for node in self.nodes if node.node_id == node_id)
+        self.nodes.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+
+@contextlib.contextmanager
+def started(num_nodes: int, cpus_per_node: int = 1) -> Iterator[LocalCluster]:
+    """A cluster that is gone when the block ends."""
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 0,
+            "include_dashboard": True,
+            "dashboard_port": 0,
+            "_system_config": FAST_HEALTH_CHECKS,
+        },
+    )
+    local = LocalCluster(cluster)
+    try:
+        for _ in range(num_nodes):
+            local.add(cpus_per_node)
+        cluster.wait_for_nodes(timeout=60)
+        yield local
+    finally:
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        cluster.shutdown()
+
+
+class Job:
+    """`python -m jobs.pretrain` on a cluster, as a user runs it, and its run directory."""
+
+    def __init__(self, cluster: LocalCluster, storage: Path, name: str, *flags: str) -> None:
+        self.url = str(storage / name)
+        self._json = storage / f"{name}.json"
+        self._log = storage / f"{name}.log"
+        storage.mkdir(parents=True, exist_ok=True)
+        command = [
+            *(sys.executable, "-m", "jobs.pretrain", "--name", name, "--storage", str(storage)),
+            *("--json", str(self._json)),
+            *flags,
+        ]
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "RAY_ADDRESS": cluster.address},
+            )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def events(self, *kinds: str) -> list[LedgerEvent]:
+        """What the ledger holds so far, of these kinds."""
+        found = read_ledger(Filesystem.at(self.url)) if Path(self.url).is_dir() else []
+        return [event for event in found if not kinds or event.kind in kinds]
+
+    def wait_for_event(
+        self,
+        kind: str,
+        that: Callable[[LedgerEvent], bool] = lambda _: True,
+        timeout_s: float = 90.0,
+    ) -> LedgerEvent:
+        """The first event of a kind for which `that` holds."""
+
+        def look() -> LedgerEvent | None:
+            found = next((event for event in self.events(kind) if that(event)), None)
+            if found is None and self.process.poll() is not None:
+                raise AssertionError(f"the job ended before {kind}:\n{self.log()}")
+            return found
+
+        event: LedgerEvent = wait_for(f"{kind} of {self.url}\n{self.log()}", look, timeout_s)
+        return event
+
+    def wait_for_commit(self, step: int, timeout_s: float = 120.0) -> LedgerEvent:
+        return self.wait_for_event("checkpoint_committed", lambda e: e.step >= step, timeout_s)
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """The members of the newest generation: pid, node_id and so on, by world rank."""
+        found: list[dict[str, Any]] = self.events("generation_started")[-1].data["ranks"]
+        return found
+
+    def kill_rank(self, rank: int) -> None:
+        os.kill(self.ranks()[rank]["pid"], signal.SIGKILL)
+
+    def wait(self, timeout_s: float = 180.0) -> dict[str, Any]:
+        """The job's summary, once it has ended well."""
+        status = self.process.wait(timeout=timeout_s)
+        assert status == 0, f"exit status {status}:\n{self.log()}"
+        found: dict[str, Any] = json.loads(self._json.read_text())
+        return found
+
+    def fails(self, timeout_s: float = 180.0) -> str:
+        """What the job said, once it has ended badly."""
+        status = self.process.wait(timeout=timeout_s)
+        assert status not in (0, None), self.log()
+        return self.log()
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")[-6000:]
+
+    def catalog(self) -> Catalog:
+        filesystem = Filesystem.at(self.url)
+        run_file = load_run_file(filesystem)
+        assert run_file is not None
+        return Catalog(filesystem, run_file.run_id)
+
+    def digest(self, step: int) -> str:
+        """Of every tensor's name, dtype, shape and bytes in a checkpoint, whoever saved it."""
+        import hashlib
+
+        import torch
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+        catalog = self.catalog()
+        path = Path(self.url) / catalog.data_path(step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # one process is what is meant here
+            state = _load_state_dict_from_keys(storage_reader=dcp.FileSystemReader(str(path)))
+        digest = hashlib.sha256()
+
+        def feed(name: str, value: Any) -> None:
+            if isinstance(value, dict):
+                for key in sorted(value):
+                    feed(f"{name}.{key}", value[key])
+            else:
+                assert isinstance(value, torch.Tensor), name
+                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+        feed("", state)
+        return digest.hexdigest()
+
+
+def losses(summary: dict[str, Any], key: str = "losses") -> list[float]:
+    """By step from 1 on; every step is there once."""
+    by_step = {int(step): value for step, value in summary[key].items()}
+    assert sorted(by_step) == list(range(1, summary["step"] + 1))
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def worst_difference(left: Sequence[float], right: Sequence[float]) -> float:
+    """The largest relative difference between two equally long lists."""
+    assert len(left) == len(right)
+    return max(abs(a - b) / max(abs(a), abs(b), 1e-300) for a, b in zip(left, right, strict=True))
