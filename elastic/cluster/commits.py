@@ -8,16 +8,15 @@ refused after it.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.policy.retention import Retention
-from elastic.storage import retention
-from elastic.storage.checkpoints import Catalog, Manifest
+from elastic.storage.checkpoints import Catalog
 from elastic.training.coordinator import CommitResult, Shard
+from elastic.training.publishing import Published, publish
 
 
 @dataclass
@@ -26,22 +25,6 @@ class _Attempt:
     outcome: asyncio.Future[CommitResult] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """One commit, for the ledger."""
-
-    step: int
-    generation: int
-    bytes: int
-    path: str
-    stall_s: float
-    """The longest stall of a rank's training loop."""
-    write_s: float
-    """From the start of the save until the slowest rank's files were durable."""
-    commit_s: float
-    removed: list[int]
 
 
 class Commits:
@@ -121,38 +104,15 @@ class Commits:
 
     async def _publish(self, attempt: _Attempt, last: Shard) -> None:
         shards = list(attempt.shards.values())
-        manifest = Manifest(
-            run_id=self._catalog.run_id,
-            step=last.step,
-            world_size=last.world_size,
-            generation=last.generation,
-            attempt=last.attempt,
-            created_s=time.time(),
-            counters=dict(last.counters),
-            tensors={name: info for shard in shards for name, info in shard.tensors.items()},
-            files=[file for shard in shards for file in shard.files],
-        )
-        begun_s = time.monotonic()
 
-        def publish() -> Published:
+        def work() -> Published:
             if last.generation != self._generation:
                 raise RuntimeError(f"generation {last.generation} was replaced meanwhile")
             self._before_publishing()
-            done = self._catalog.commit(manifest, last.path, replace=True)
-            removed = retention.apply(self._catalog, self._keep, {done.step, *self._protected})
-            return Published(
-                step=done.step,
-                generation=last.generation,
-                bytes=done.bytes,
-                path=done.path,
-                stall_s=max(shard.stall_s for shard in shards),
-                write_s=max(shard.write_s for shard in shards),
-                commit_s=time.monotonic() - begun_s,
-                removed=removed,
-            )
+            return publish(self._catalog, shards, self._keep, self._protected)
 
         try:
-            published = await self.in_order(publish)
+            published = await self.in_order(work)
         except Exception as error:  # noqa: BLE001 - whatever storage raises fails the save
             self._settle(attempt, last, _refused(f"{type(error).__name__}: {error}"))
             return

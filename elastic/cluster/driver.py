@@ -21,7 +21,7 @@ import ray
 from ray.train import TrainingFailedError
 
 from elastic.cluster import capacity
-from elastic.cluster.commits import Commits, Published
+from elastic.cluster.commits import Commits
 from elastic.cluster.group import Group, NothingToResume
 from elastic.cluster.rank_words import RankWords
 from elastic.cluster.ray_internals import Controller, GroupMember
@@ -49,6 +49,7 @@ from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.metrics import MetricsWriter
 from elastic.training.coordinator import CommitResult, Orders, Shard
+from elastic.training.publishing import Published
 
 logger = logging.getLogger("elastic")
 
@@ -339,13 +340,7 @@ class Driver:
                 kind="checkpoint_committed",
                 generation=found.generation,
                 step=found.step,
-                data={
-                    "bytes": found.bytes,
-                    "path": found.path,
-                    "stall_s": found.stall_s,
-                    "write_s": found.write_s,
-                    "duration_s": found.write_s + found.commit_s,
-                },
+                data=found.record(),
             )
         )
         for step in found.removed:

@@ -162,7 +162,7 @@ def read_ledger(fs: Filesystem) -> list[LedgerEvent]:
     for life, name in _lives(fs):
         path = f"{_DIR}/{name}"
         if name.endswith(".arrows"):
-            events += _events(life, path, fs.read_bytes(path), first_seq=0)
+            events += _events(life, path, fs.read_bytes(path))
         else:
             events += _read_segments(fs, life, path)
     return events
@@ -184,17 +184,15 @@ def _lives(fs: Filesystem) -> list[tuple[int, str]]:
 
 def _read_segments(fs: Filesystem, life: int, path: str) -> list[LedgerEvent]:
     matches = (_SEGMENT.fullmatch(entry.name) for entry in fs.list(path) if not entry.is_dir)
-    segments = sorted((int(matched[1]), f"{path}/{matched[0]}") for matched in matches if matched)
+    numbered = sorted((int(matched[1]), matched[0]) for matched in matches if matched)
+    segments = [f"{path}/{name}" for _, name in numbered]
     with ThreadPoolExecutor(_NUM_PARALLEL_READS) as pool:
-        contents = list(pool.map(fs.read_bytes, (segment for _, segment in segments)))
-    return [
-        event
-        for (seq, segment), data in zip(segments, contents, strict=True)
-        for event in _events(life, segment, data, first_seq=seq)
-    ]
+        contents = list(pool.map(fs.read_bytes, segments))
+    pairs = zip(segments, contents, strict=True)
+    return [event for segment, data in pairs for event in _events(life, segment, data)]
 
 
-def _events(life: int, path: str, data: bytes, *, first_seq: int) -> list[LedgerEvent]:
+def _events(life: int, path: str, data: bytes) -> list[LedgerEvent]:
     batches: list[pa.RecordBatch] = []
     try:
         stream = pa.ipc.open_stream(pa.py_buffer(data))
@@ -202,22 +200,19 @@ def _events(life: int, path: str, data: bytes, *, first_seq: int) -> list[Ledger
         check_format(f"ledger {path}", int(version), FORMAT_VERSION)
         while True:
             batches.append(stream.read_next_batch())
-    except (StopIteration, pa.ArrowInvalid, OSError):
+    except (StopIteration, pa.ArrowException, OSError):
         # The bytes are in memory, so this is no trouble in reading but the end of what was written.
         pass
     if not batches:
         return []
     rows = pa.Table.from_batches(batches).select(_SCHEMA.names).combine_chunks().to_pydict()
-    columns = list(rows.values())
     events = []
-    for seq, row in enumerate(zip(*columns, strict=True), start=first_seq):
-        # After a power cut the last event may have its length but zeros for content.
-        if row[0] != seq:
-            break
+    for row in zip(*rows.values(), strict=True):
         values = dict(zip(rows, row, strict=True))
         try:
             values["data"] = json.loads(values["data"])
         except ValueError:
+            # After a power cut the last event may have its length but zeros for content.
             break
         events.append(LedgerEvent(life=life, **values))
     return events

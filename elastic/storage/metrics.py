@@ -7,8 +7,8 @@ not import ray or torch.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -33,39 +33,63 @@ _SCHEMA = pa.schema(
 )
 
 
-@dataclass
-class MetricsWriter:
-    """Collects values in memory and writes them as one segment a generation on `flush`."""
+Row = tuple[int, int, float, str, float]
 
-    fs: Filesystem
-    _rows: dict[int, list[tuple[int, int, float, str, float]]] = field(default_factory=dict)
+
+class MetricsWriter:
+    """Collects values in memory and writes them as one segment a generation on `flush`.
+
+    Values may be added by one thread while another flushes.
+    """
+
+    def __init__(self, fs: Filesystem) -> None:
+        self._fs = fs
+        self._rows: dict[int, list[Row]] = {}
+        self._adding = threading.Lock()
+        self._flushing = threading.Lock()
 
     def start(self, generation: int, step: int, time_s: float) -> None:
         """Notes that `step` is the first this generation makes, whether or not it logs any value.
 
         Older generations' rows of this step and later ones are then superseded.
         """
-        self._rows.setdefault(generation, []).append((generation, step, time_s, _START, 0.0))
+        self._extend(generation, [(generation, step, time_s, _START, 0.0)])
 
     def add(self, generation: int, step: int, time_s: float, values: Mapping[str, float]) -> None:
         """Takes the values of one step; `time_s` is wall time. Raises `ValueError` for name ""."""
         if _START in values:
             raise ValueError(f"a metric needs a name, found '' in step {step}")
-        rows = self._rows.setdefault(generation, [])
-        rows += [(generation, step, time_s, name, float(value)) for name, value in values.items()]
+        self._extend(
+            generation,
+            [(generation, step, time_s, name, float(value)) for name, value in values.items()],
+        )
 
     def flush(self) -> list[str]:
         """Paths of the segments written; [] if nothing was added since the last time.
 
         What could not be written is kept for the next flush.
         """
-        written = []
-        for generation in sorted(self._rows):
-            rows = self._rows[generation]
-            if rows:
-                written.append(_write_segment(self.fs, generation, rows))
-            del self._rows[generation]
-        return written
+        with self._flushing:
+            with self._adding:
+                taken, self._rows = self._rows, {}
+            written = []
+            try:
+                for generation in sorted(taken):
+                    written.append(_write_segment(self._fs, generation, taken[generation]))
+                    del taken[generation]
+            finally:
+                self._put_back(taken)
+            return written
+
+    def _extend(self, generation: int, rows: list[Row]) -> None:
+        if rows:
+            with self._adding:
+                self._rows.setdefault(generation, []).extend(rows)
+
+    def _put_back(self, rows: Mapping[int, list[Row]]) -> None:
+        with self._adding:
+            for generation, older in rows.items():
+                self._rows[generation] = older + self._rows.get(generation, [])
 
 
 def read_metrics(fs: Filesystem) -> pa.Table:
@@ -104,9 +128,7 @@ def _limits(table: pa.Table) -> dict[int, int | None]:
     return limits
 
 
-def _write_segment(
-    fs: Filesystem, generation: int, rows: list[tuple[int, int, float, str, float]]
-) -> str:
+def _write_segment(fs: Filesystem, generation: int, rows: list[Row]) -> str:
     columns = zip(*rows, strict=True)
     arrays = [pa.array(column, kind.type) for column, kind in zip(columns, _SCHEMA, strict=True)]
     sink = pa.BufferOutputStream()

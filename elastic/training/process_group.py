@@ -43,7 +43,7 @@ def connect(
     *,
     use_cuda: bool,
     timeout_s: float,
-    server: dist.TCPStore | None = None,
+    server: dist.Store | None = None,
 ) -> Groups:
     """Join the generation's process groups.
 

@@ -69,12 +69,11 @@ def _wait_until_visible(catalog: Catalog, step: int, visible_s: float) -> list[s
         if found.complete:
             return []
         if time.monotonic() > until_s:
-            return [
-                (
-                    f"step-{step} of {catalog.fs.url}, which the driver found complete, is not so here "
-                    f"after {visible_s:g} s: {found.reason}. Every node must see the same storage"
-                )
-            ]
+            problem = (
+                f"step-{step} of {catalog.fs.url}, which the driver found complete, is not so "
+                f"here after {visible_s:g} s: {found.reason}. Every node must see the same storage"
+            )
+            return [problem]
         time.sleep(_LOOK_AGAIN_S)
 
 

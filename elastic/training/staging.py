@@ -85,9 +85,10 @@ class HostStager(AsyncStager):
         copies = self._room(sources)
         _copy_to_host(copies, sources)
         staged: dict[str, Any] = {}
+        chunks: dict[Any, ChunkStorageMetadata] = {}
         for (name, tensor), copy in zip(here.items(), copies, strict=True):
             owner, _, rest = name.partition(".")
-            value = _as_shard(tensor, copy)
+            value = _as_shard(tensor, copy, chunks)
             if rest:
                 staged.setdefault(owner, {})[rest] = value
             else:
@@ -132,10 +133,17 @@ def _view(room: np.ndarray[Any, Any], like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(room).view(like.dtype).view(like.shape)
 
 
-def _as_shard(tensor: torch.Tensor, copy: torch.Tensor) -> Any:
+def _as_shard(
+    tensor: torch.Tensor, copy: torch.Tensor, chunks: dict[Any, ChunkStorageMetadata]
+) -> Any:
     if not isinstance(tensor, DTensor):
         return copy
-    return StagedShard(copy, tensor.__create_chunk_list__()[0], tensor.shape)
+    # Asking costs more than copying a small tensor, and moments lie as their parameters do. The
+    # id stands for the mesh, whose own equality takes no account of this process's place in it.
+    key = (id(tensor.device_mesh), tensor.placements, tensor.shape)
+    if key not in chunks:
+        chunks[key] = tensor.__create_chunk_list__()[0]
+    return StagedShard(copy, chunks[key], tensor.shape)
 
 
 def _copy_to_host(copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -1,11 +1,10 @@
 """Our service under the benchmark: the same loop, through its public interface.
 
-Run as a driver script with a `Plan` as its argument.
+Its `main` is a driver script whose argument is a `Plan`.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 
 import ray
@@ -50,10 +49,10 @@ def train(run: elastic.Run) -> None:
         recorder.write("step", step=step.number)
 
 
-def main() -> None:
+def main(argument: str) -> None:
     from elastic.cluster.trainer import ElasticConfig  # here, for no worker needs the trainer
 
-    plan = Plan.from_json(sys.argv[1])
+    plan = Plan.from_json(argument)
     connect(plan.address)
     elastic.ElasticTrainer(
         train,
@@ -62,7 +61,3 @@ def main() -> None:
         run_config=ray.train.RunConfig(name="bench", storage_path=plan.directory),
         elastic_config=ElasticConfig(save_every=plan.save_every_steps),
     ).fit()
-
-
-if __name__ == "__main__":
-    main()

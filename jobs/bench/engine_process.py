@@ -6,6 +6,7 @@ Must not import torch or elastic.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -45,11 +46,11 @@ class EngineProcess:
 def engine_process(
     module: str, argument: str, *, directory: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[EngineProcess]:
-    """`python -m module argument` at work; killed on the way out, whatever it is doing."""
+    """`module.main(argument)` at work in a process of its own; killed on the way out."""
     output = directory / "engine.out"
     with output.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, argument],
+            [sys.executable, "-m", __name__, module, argument],
             env=_environment(environment or {}),
             cwd=directory,
             stdin=subprocess.DEVNULL,
@@ -110,3 +111,9 @@ def connect(address: str) -> None:
         address=address,
         runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"], "OMP_NUM_THREADS": "1"}},
     )
+
+
+if __name__ == "__main__":
+    # Imported rather than run, so that workers are sent the training function by its name: sent by
+    # value, one that names both torch.distributed and an attribute `config` cannot be pickled.
+    importlib.import_module(sys.argv[1]).main(sys.argv[2])

@@ -1,12 +1,11 @@
 """The rival: the elastic loop that a good user writes with stock Ray Train, FSDP2 and DCP.
 
-Run as a driver script with a `Plan` as its argument. Which of Ray Train's defaults hold is up to
-the environment it is started with. Must not import elastic.
+Its `main` is a driver script whose argument is a `Plan`. Which of Ray Train's defaults hold is up
+to the environment it is started with. Must not import elastic.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 import uuid
@@ -77,8 +76,8 @@ def _save(state: workload.AppState) -> None:
         ray.train.report({"step": state.step}, checkpoint=checkpoint)
 
 
-def main() -> None:
-    plan = Plan.from_json(sys.argv[1])
+def main(argument: str) -> None:
+    plan = Plan.from_json(argument)
     connect(plan.address)
     TorchTrainer(
         train,
@@ -92,7 +91,3 @@ def main() -> None:
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=3),
         ),
     ).fit()
-
-
-if __name__ == "__main__":
-    main()

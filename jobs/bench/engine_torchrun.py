@@ -1,8 +1,8 @@
 """The rival without Ray: the same loop under `torchrun --max-restarts`, checkpoints by DCP.
 
-Run as a script with a `Plan` as its argument it becomes the launcher, and torchrun starts it again
-as each worker. Every failure restarts all workers at the same size, on this machine alone. Must not
-import ray or elastic.
+Its `main` is the launcher, with a `Plan` as its argument; torchrun runs this file as each worker.
+Every failure restarts all workers at the same size, on this machine alone. Must not import ray or
+elastic.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ def _save(plan: Plan, state: workload.AppState) -> None:
         (directory / "_COMPLETE").touch()
 
 
-def launch(plan: Plan) -> None:
+def main(argument: str) -> None:
     from torch.distributed.run import main as torchrun
 
+    plan = Plan.from_json(argument)
     torchrun(
         [
             "--standalone",
@@ -96,18 +97,10 @@ def launch(plan: Plan) -> None:
             "--max-restarts=10",
             "--module",
             "jobs.bench.engine_torchrun",
-            plan.to_json(),
+            argument,
         ]
     )
 
 
-def main() -> None:
-    plan = Plan.from_json(sys.argv[1])
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        train(plan)
-    else:
-        launch(plan)
-
-
 if __name__ == "__main__":
-    main()
+    train(Plan.from_json(sys.argv[1]))

@@ -1,9 +1,8 @@
-"""The engines: how each rival is started, and on what kind of cluster. One entry of the table per
-name in `--engines`.
+"""The engines: how each rival is started. One entry of the table per name in `--engines`.
 
-An engine is a module that `python -m` runs as a driver script with a `Plan` as its argument and
-that leaves an event log in the plan's directory. Must not import ray, torch or elastic at import
-time: the table is read to parse a command line.
+An engine is a module whose `main` is a driver script: it takes a `Plan` as JSON and leaves an event
+log in the plan's directory. Must not import ray, torch or elastic at import time: the table is read
+to parse a command line.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """The two loops that `bench overhead` compares, in the same processes and on the same group.
 
-Run as a driver script with a `Plan` as its argument. Blocks of the service's steps and of the bare
-loop's alternate inside one training function, so that both meet the same machine, the same model
-and the same state of its caches.
+Its `main` is a driver script whose argument is a `Plan`. Blocks of the service's steps and of the
+bare loop's alternate inside one training function, so that both meet the same machine, the same
+model and the same state of its caches.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,10 +111,10 @@ def _timed(bare: BareLoop, num_steps: int) -> float:
     return (time.perf_counter() - begun_s) / num_steps
 
 
-def main() -> None:
+def main(argument: str) -> None:
     from elastic.cluster.trainer import ElasticConfig  # here, for no worker needs the trainer
 
-    plan = Plan(**json.loads(sys.argv[1]))
+    plan = Plan(**json.loads(argument))
     connect(plan.address)
     config: dict[str, Any] = dataclasses.asdict(plan)
     elastic.ElasticTrainer(
@@ -125,7 +124,3 @@ def main() -> None:
         run_config=ray.train.RunConfig(name="overhead", storage_path=plan.directory),
         elastic_config=ElasticConfig(save_every=None),
     ).fit()
-
-
-if __name__ == "__main__":
-    main()

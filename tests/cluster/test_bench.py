@@ -27,12 +27,13 @@ def mark() -> Iterator[str]:
         os.kill(pid, signal.SIGKILL)
 
 
-def carrying(mark: str) -> list[int]:
-    found = []
+def carrying(mark: str) -> dict[int, str]:
+    """Command lines of the processes, by id."""
+    found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if f"BENCH_TEST={mark}".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
     return found
@@ -82,7 +83,7 @@ def test_quick_recovery_writes_what_checks_rely_on(mark: str, tmp_path: Path) ->
     assert set(phases_s) >= PHASES
     assert sum(phases_s.values()) == pytest.approx(measured["kill_to_step_s"][0], abs=0.5)
     assert "elastic" in output
-    assert carrying(mark) == []
+    assert carrying(mark) == {}
     assert directories() <= before
 
 
@@ -99,7 +100,7 @@ def test_ctrl_c_leaves_neither_processes_nor_files(mark: str) -> None:
     output, _ = process.communicate(timeout=30)
 
     assert process.returncode != 0, output
-    assert carrying(mark) == []
+    assert carrying(mark) == {}
     assert directories() <= before
 
 

@@ -159,4 +159,5 @@ def _group(rank: int, world_size: int, folder: str, timeout_s: float) -> Iterato
         timeout=timedelta(seconds=timeout_s),
     )
     yield
-    dist.destroy_process_group()
+    if dist.is_initialized():  # a test may have ended it to make its own
+        dist.destroy_process_group()

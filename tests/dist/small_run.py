@@ -95,8 +95,15 @@ def content(tracked: TrackedState) -> dict[str, Any]:
     """Everything tracked, whole and comparable with ==, whatever the world size."""
     captured = tracked.capture()
     found: dict[str, Any] = {name: whole(tensor) for name, tensor in captured.tensors.items()}
-    found["plain"] = dumps(captured.plain)
+    found["plain"] = dumps(_without_layout(captured.plain))
     return found
+
+
+def _without_layout(value: Any) -> Any:
+    """Whether a tensor was sharded when it was saved is no part of the state itself."""
+    if isinstance(value, dict):
+        return {k: _without_layout(v) for k, v in value.items() if k not in ("kind", "layout")}
+    return [_without_layout(item) for item in value] if isinstance(value, list) else value
 
 
 def whole(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from elastic.storage.ledger import LedgerEvent
 from jobs.bench.events import EventLog, Recorder
+from jobs.bench.ledger_phases import phases_of
 from jobs.bench.recovery import Recovery, report, table
 from jobs.bench.statistics import (
     bootstrap_interval,
@@ -39,7 +41,7 @@ def group(
     return events
 
 
-OLD = group("old", entered_s=0.0, world_size=3, steps={step: 10.0 + step for step in range(1, 51)})
+OLD = group("old", entered_s=1.0, world_size=3, steps={step: 10.0 + step for step in range(1, 51)})
 
 
 def test_recovery_is_the_first_step_that_every_rank_of_the_new_group_finished() -> None:
@@ -84,11 +86,12 @@ def test_a_step_that_not_every_rank_has_finished_is_not_finished() -> None:
 def test_a_group_that_died_while_it_formed_is_passed_over() -> None:
     stillborn = group("stillborn", entered_s=103.0, world_size=3, steps={})
     new = group("new", entered_s=110.0, world_size=2, steps={41: 114.0})
+    grown = group("grown", entered_s=130.0, world_size=3, steps={81: 134.0})
 
-    found = measure_recovery(OLD + stillborn + new, KILLED_S)
+    found = measure_recovery(OLD + stillborn + new + grown, KILLED_S)
 
     assert found is not None
-    assert found.first_step == 41
+    assert (found.first_step, found.world_size) == (41, 2)
 
 
 def test_nothing_is_lost_when_the_new_group_goes_on_where_the_old_one_stopped() -> None:
@@ -110,6 +113,26 @@ def test_event_log_leaves_out_a_torn_last_line(tmp_path: Path) -> None:
     (event,) = log.read()
 
     assert (event["event"], event["step"], event["group"], event["rank"]) == ("step", 7, "g0", 1)
+
+
+def ledger(*events: tuple[float, str]) -> list[LedgerEvent]:
+    data = {"phases_s": {"stop": 0.1, "start": 3.0}}
+    return [
+        LedgerEvent(life=0, seq=seq, time_s=time_s, kind=kind, data=data)
+        for seq, (time_s, kind) in enumerate(events)
+    ]
+
+
+def test_phases_of_our_service_are_those_of_the_recovery_from_this_fault() -> None:
+    """An earlier re-form, and the growth that may follow, are not it."""
+    earlier = [(50.0, "failure_decided"), (60.0, "recovered")]
+    ours = [(100.2, "worker_died"), (100.5, "failure_decided"), (104.0, "recovered")]
+
+    assert phases_of(ledger(*earlier), KILLED_S) is None
+    assert phases_of(ledger(*earlier, *ours[:2]), KILLED_S) is None
+    found = phases_of(ledger(*earlier, *ours, (200.0, "recovered")), KILLED_S)
+
+    assert found == pytest.approx({"detect": 0.5, "stop": 0.1, "start": 3.0})
 
 
 def recovery(kill_to_step_s: float) -> Recovery:

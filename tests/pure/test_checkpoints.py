@@ -41,6 +41,12 @@ CONTENT = {
 }
 
 
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That data is synced, and in which order, is what test_filesystem.py is about."""
+    monkeypatch.setattr(local_store.os, "fsync", lambda descriptor: None)
+
+
 @pytest.fixture(params=["local", "object"])
 def fs(request: pytest.FixtureRequest, tmp_path: Path) -> Filesystem:
     return new_fs(request.param, tmp_path)
@@ -713,6 +719,18 @@ def test_quarantine_keeps_the_bytes_and_says_why(catalog: Catalog) -> None:  # B
         "quarantine/step-20-1": "quarantined: bad shard 1",
     }
     assert min(found.bytes for found in catalog.list()) >= sum(map(len, CONTENT.values()))
+
+
+def test_bytes_in_quarantine_outlive_the_checkpoint_they_were(tmp_path: Path) -> None:
+    catalog = Catalog(new_fs("object", tmp_path), RUN)
+    save(catalog, 20)
+    store = CrashingStore(catalog.fs.store, 2)
+    with pytest.raises(Crash):
+        Catalog(Filesystem(store, catalog.fs.root), RUN).quarantine(20, "bad")
+    assert catalog.complete_steps() == [20]
+    catalog.remove(20)
+    data = kept_data(catalog.fs, "checkpoints/quarantine/step-20-0")
+    assert catalog.fs.read_bytes(f"{data}/state.json") == CONTENT["state.json"]
 
 
 def test_falling_back_ends_when_all_are_bad(catalog: Catalog) -> None:  # B14

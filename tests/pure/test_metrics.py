@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def test_values_come_back_in_long_form(fs: Filesystem) -> None:
     writer = MetricsWriter(fs)
     writer.add(0, 1, 10.5, {"loss": 2.0, "grad_norm": math.nan})
     writer.add(0, 2, 11.5, {"loss": 1.5})
+    writer.add(1, 3, 12.5, {})
     assert writer.flush() == ["metrics/g00000-000000001.parquet"]
     assert writer.flush() == []
     table = read_metrics(fs)
@@ -166,3 +168,23 @@ def test_a_newer_format_is_refused_by_name(fs: Filesystem) -> None:
     fs.write_bytes("metrics/g00000-000000001.parquet", sink.getvalue().to_pybytes())
     with pytest.raises(UnsupportedFormat, match=r"g00000-000000001\.parquet.*version 2.*up to 1"):
         read_metrics(fs)
+
+
+def test_values_added_during_a_flush_are_not_lost(tmp_path: Path) -> None:
+    """Seen once in a real run: a step went missing between a segment's writing and its clearing."""
+    fs = Filesystem.at(str(tmp_path))
+    writer = MetricsWriter(fs)
+    done = threading.Event()
+
+    def flush_on_and_on() -> None:
+        while not done.is_set():
+            writer.flush()
+
+    flusher = threading.Thread(target=flush_on_and_on)
+    flusher.start()
+    for step in range(1, 3001):
+        writer.add(0, step, 0.0, {"loss": float(step)})
+    done.set()
+    flusher.join()
+    writer.flush()
+    assert list(current_metrics(fs)) == list(range(1, 3001))

@@ -1,0 +1,206 @@
+"""A whole small run on gloo ranks, without Ray: data, FSDP2, random noise, checkpoints, metrics."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
+
+from elastic.policy.retention import Retention
+from elastic.policy.saves import SaveInterval
+from elastic.storage.checkpoints import Catalog
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.metrics import current_metrics
+from elastic.storage.run_file import create_run_file, load_run_file
+from elastic.training import process_group
+from elastic.training.membership import TrainingConfig
+from elastic.training.run import Run
+from elastic.training.standalone import train_standalone
+from tests.dist.processes import run_ranks
+
+
+class Numbers:
+    """Map-style: item i is a vector that only i decides, and its class."""
+
+    def __init__(self, num_items: int) -> None:
+        self.num_items = num_items
+
+    def __len__(self) -> int:
+        return self.num_items
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(6, generator=generator, dtype=torch.float64)
+        return {"x": x, "labels": torch.tensor(index % 5), "index": index}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One call of a run: what is asked of it and what is done to it."""
+
+    root: str
+    until: int
+    save_every: int = 10
+    behind: str = "wait"
+    keep: int = -1
+    optimizer: str = "adamw"
+    dtype: str = "float64"
+    noise: float = 0.0
+    global_batch: int = 12
+    die_at: int | None = None
+    die_rank: int | None = None
+    slow_write_s: float = 0.0
+    hide_from_rank_1_s: float = 0.0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def config_of(recipe: Recipe) -> TrainingConfig:
+    filesystem = Filesystem.at(recipe.root)
+    run_file = load_run_file(filesystem)
+    assert run_file is not None
+    return TrainingConfig(
+        run_url=recipe.root,
+        run_id=run_file.run_id,
+        config={"recipe": recipe},
+        save=SaveInterval(steps=recipe.save_every),
+        save_behind=recipe.behind,
+        collective_timeout_s=30.0,
+    )
+
+
+def run(world_size: int, recipe: Recipe, **options: Any) -> list[dict[str, Any]]:
+    """By rank: where it resumed, where it ended, and the sample indices it saw by step."""
+    filesystem = Filesystem.at(recipe.root)
+    if load_run_file(filesystem) is None:
+        create_run_file(
+            filesystem,
+            name="small",
+            created_s=time.time(),
+            seed=0,
+            config={},
+            identity={},
+            operational={},
+            versions={},
+        )
+    return run_ranks(_rank, world_size, recipe, **options)
+
+
+def catalog(root: str) -> Catalog:
+    filesystem = Filesystem.at(root)
+    run_file = load_run_file(filesystem)
+    assert run_file is not None
+    return Catalog(filesystem, run_file.run_id)
+
+
+def curve(root: str, name: str = "loss") -> list[float]:
+    """The values of a metric by step, in the history that counts."""
+    steps = current_metrics(Filesystem.at(root))
+    assert sorted(steps) == list(range(1, len(steps) + 1))
+    return [steps[step][name] for step in sorted(steps)]
+
+
+def _rank(rank: int, world_size: int, recipe: Recipe) -> dict[str, Any]:
+    store = _own_store(rank)
+    _sabotage(recipe, rank)
+    seen: dict[str, Any] = {"steps": {}, "counter": {"calls": 0}}
+
+    def train(run: Run) -> None:
+        _train(run, seen)
+
+    ended = train_standalone(
+        train,
+        config_of(recipe),
+        Retention(keep=recipe.keep),
+        world_rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        store=store,
+    )
+    return {**seen, "step": ended.step, "samples": ended.samples, "epoch": ended.epoch}
+
+
+def _own_store(rank: int) -> dist.Store:
+    """A store of this start's own, in place of the helper's group."""
+    server = process_group.open_store("127.0.0.1") if rank == 0 else None
+    port = [server.port if server else 0]
+    dist.broadcast_object_list(port, src=0)
+    dist.barrier()
+    dist.destroy_process_group()
+    return server or dist.TCPStore("127.0.0.1", port[0], is_master=False, wait_for_workers=False)
+
+
+def _train(run: Run, seen: dict[str, Any]) -> None:
+    recipe: Recipe = run.config["recipe"]
+    dtype = getattr(torch, recipe.dtype)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5, bias=False)).to(dtype)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=run.mesh)
+    fully_shard(model, mesh=run.mesh)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if recipe.optimizer == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    counter = seen["counter"]
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler, counter=counter)
+    seen["resumed"] = run.step
+    loader = run.loader(Numbers(100), global_batch=recipe.global_batch, micro_batch=2)
+    for step in run.steps(loader, until=recipe.until):
+        seen["steps"][step.number] = []
+        for batch in step:
+            seen["steps"][step.number] += batch["index"].tolist()
+            x = batch["x"].to(dtype)
+            x = x + recipe.noise * torch.randn(x.shape, dtype=dtype)
+            logits = model(x)
+            loss = nn.functional.cross_entropy(logits, batch["labels"], reduction="sum")
+            loss = loss / step.num_valid_tokens
+            loss.backward()
+            step.log(loss=loss)
+        step.grad_norm = clip_grad_norm_(model.parameters(), 1.0)
+        step.record(lr=scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        counter["calls"] += 1
+        if step.number == recipe.die_at and recipe.die_rank in (None, run.world_rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sabotage(recipe: Recipe, rank: int) -> None:
+    """Real faults of storage at this rank: slow writes, or files that appear late."""
+    if recipe.slow_write_s:
+        write = Filesystem.open_output
+
+        def slow(self: Filesystem, path: str) -> Any:
+            time.sleep(recipe.slow_write_s)
+            return write(self, path)
+
+        Filesystem.open_output = slow  # type: ignore[method-assign]
+    if recipe.hide_from_rank_1_s and rank == 1:
+        read, until_s = Filesystem.read_bytes, time.monotonic() + recipe.hide_from_rank_1_s
+        newest = f"step-{recipe.extra['newest']}/"
+
+        def hidden(self: Filesystem, path: str) -> bytes:
+            if newest in path and time.monotonic() < until_s:
+                raise FileNotFoundError(path)
+            return read(self, path)
+
+        Filesystem.read_bytes = hidden  # type: ignore[method-assign]
+
+
+def files_of(root: str, step: int) -> list[Path]:
+    """The files of a checkpoint that its manifest names, largest first."""
+    found = catalog(root)
+    base = Path(root) / found.data_path(step)
+    manifest = found.manifest(step)
+    return [base / file.path for file in sorted(manifest.files, key=lambda file: -file.bytes)]
