@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.exceptions import (
     InsufficientClusterResourcesError,
     WorkerGroupStartupFailedError,
@@ -39,6 +40,9 @@ __all__ = ["Controller", "GroupMember", "GroupStartError", "launch", "read_nodes
 
 _WATCH = "watch"
 _KILL_CONFIRM_S = 5.0
+# Ray Train's own watcher of preemptions would be one more process for each group, to no effect:
+# its control loop is not the one that runs.
+_ENVIRONMENT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 
 
 class GroupStartError(RuntimeError):
@@ -288,15 +292,21 @@ def launch(
         label_selector={
             ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id(),
         },
-        runtime_env={"env_vars": dict(env_vars)},
+        runtime_env={"env_vars": {**_ENVIRONMENT, **env_vars}},
     )(controller_class)
     scaling: ScalingPolicy = create_scaling_policy(trainer.scaling_config)
+    callbacks = [
+        callback
+        for callback in trainer._create_default_callbacks()
+        # It starts a process for each group, also when there is no dataset to split.
+        if trainer.datasets or not isinstance(callback, DatasetsCallback)
+    ]
     return actor_class.remote(
         train_fn_ref=ObjectRefWrapper(train_function),
         scaling_policy=scaling,
         failure_policy=create_failure_policy(trainer.run_config.failure_config),
         train_run_context=trainer.train_run_context,
-        callbacks=trainer._create_default_callbacks(),
+        callbacks=callbacks,
         validation_config=trainer.validation_config,
         **arguments,
     )

@@ -39,22 +39,23 @@ class OptimizerPart:
 
     def capture(self) -> Captured:
         captured = Captured()
+        seen: dict[int, str] = {}
         groups = []
         for index, names in enumerate(self._group_names()):
             settings = _settings(self._optimizer.param_groups[index])
-            halves = _add(captured, settings, f"param_groups.{index}")
+            halves = _add(captured, settings, f"param_groups.{index}", seen)
             groups.append({"parameters": [name[0] for name in names], **halves})
         captured.plain = {"groups": groups, "state": {}, "shared": {}}
         for name, parameter in self._parameters(first_name_only=True).items():
             # get, since indexing the defaultdict would make an empty state.
             state = self._optimizer.state.get(parameter)
             if state:
-                captured.plain["state"][name] = halves = _add(captured, state, name)
+                captured.plain["state"][name] = halves = _add(captured, state, name, seen)
                 for slot in halves["slots"]:
                     value = captured.tensors[slot["name"]]
                     slot["layout"] = layout_of(parameter, value, slot["name"])
         for key in self._shared_keys():
-            halves = _add(captured, self._optimizer.state[key], f"shared.{key}")
+            halves = _add(captured, self._optimizer.state[key], f"shared.{key}", seen)
             captured.plain["shared"][key] = halves
         return captured
 
@@ -92,9 +93,10 @@ class OptimizerPart:
                 restoration.aim(name, live, saved[name])
                 continue
             on_host = steps_on_host and slot["path"] == ["step"]
-            restoration.targets[name] = make_like(
-                parameter, saved[name], slot["layout"], on_host=on_host
-            )
+            if name not in restoration.targets:
+                restoration.targets[name] = make_like(
+                    parameter, saved[name], slot["layout"], on_host=on_host
+                )
 
     def _finish(
         self,
@@ -158,8 +160,8 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in group if key != "params" and key not in _SWITCHES}
 
 
-def _add(captured: Captured, value: Any, name: str) -> dict[str, Any]:
-    halves = tree.split(value, name)
+def _add(captured: Captured, value: Any, name: str, seen: dict[int, str]) -> dict[str, Any]:
+    halves = tree.split(value, name, seen)
     for tensor_name, tensor in halves.tensors.items():
         captured.add(tensor_name, tensor)
     return halves.saved()

@@ -82,9 +82,15 @@ class Restoration:
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     mismatches: list[Mismatch] = field(default_factory=list)
     finish: Callable[[], None] = lambda: None
+    taken: set[int] = field(default_factory=set)
 
     def aim(self, name: str, live: torch.Tensor, saved: TensorInfo) -> None:
-        """Fill `live` with the saved tensor of that name, or note why it cannot hold it."""
+        """Fill `live` with the saved tensor of that name, or note why it cannot hold it.
+
+        One tensor cannot take two saved ones: the second gets memory of its own.
+        """
+        if name in self.targets:
+            return
         if live.is_meta:
             raise ValueError(
                 f"{name!r} is on the meta device and has no memory to restore into: "
@@ -93,6 +99,9 @@ class Restoration:
         expected, found = shape_and_dtype(live), f"{saved.dtype} of shape {tuple(saved.shape)}"
         if expected != found:
             self.mismatches.append(Mismatch(name=name, expected=expected, found=found))
+        if id(live) in self.taken:
+            live = torch.zeros_like(live)
+        self.taken.add(id(live))
         self.targets[name] = live
 
     def refuse(self, name: str, expected: str, found: str) -> None:

@@ -105,8 +105,8 @@ def end_loader_processes(batches: Iterator[Any], patience_s: float = 0.5) -> Non
     torch by itself waits up to 5 s for each of them, with the whole group waiting for this rank.
     """
     shut_down = getattr(batches, "_shutdown_workers", None)
-    if shut_down is None:  # reads in this process
-        return
+    if shut_down is None or sys.is_finalizing():
+        return  # reads in this process; or no thread can start any more, and they end with it
     workers = list(batches._workers)  # type: ignore[attr-defined]
 
     def kill() -> None:

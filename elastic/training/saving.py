@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
 
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import FileDigest
@@ -129,8 +130,12 @@ class AsyncSaver:
         except jsonable.NotPlain as error:
             planner.problem = f"{type(error).__name__}: {error}"
         writer = ShardWriter(fs, path, rank, files)
+        # What is not sharded is rank 0's alone to write: chosen item by item, as DCP would, the
+        # mean and the variance of a norm could come from two ranks that do not agree.
+        ours = {n: t for n, t in tensors.items() if rank == 0 or isinstance(t, DTensor)}
         response = dcp.async_save(
-            dict(tensors),
+            # One entry, since DCP logs twice for each before it even stages.
+            {"tensors": ours},
             storage_writer=writer,
             planner=planner,
             process_group=self._group,

@@ -30,6 +30,7 @@ from elastic.storage.manifest import FileDigest
 __all__ = ["METADATA", "ShardWriter"]
 
 METADATA = ".metadata"
+_PIECE_BYTES = 1 << 18
 
 
 class ShardWriter(StorageWriter):
@@ -86,7 +87,9 @@ class ShardWriter(StorageWriter):
                         storage_data=_StorageInfo(name, start, length),
                     )
                 )
-        self.written.append(stream.digest(name))
+            digest = stream.digest(name)
+        # Only now, closed, is it durable.
+        self.written.append(digest)
         return results
 
     def _write_file(self, name: str, data: bytes) -> None:
@@ -112,29 +115,50 @@ class ShardWriter(StorageWriter):
 
 
 class _DigestingStream:
-    """What torch.save needs of a file, with a running size and digest."""
+    """What torch.save needs of a file, with a running size and digest.
+
+    torch.save writes forty small pieces around each tensor; they are gathered, since each piece
+    that is digested and written by itself takes the interpreter from training.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._hash = hashlib.sha256()
         self._bytes = 0
+        self._gathered = bytearray()
 
     def write(self, data: Any) -> int:
-        view = memoryview(data)
-        self._file.write(view)
-        self._hash.update(view)
-        self._bytes += view.nbytes
-        return view.nbytes
+        size: int = memoryview(data).nbytes
+        if size >= _PIECE_BYTES:
+            self._pass_on()
+            self._emit(data)
+        else:
+            self._gathered += data
+            if len(self._gathered) >= _PIECE_BYTES:
+                self._pass_on()
+        self._bytes += size
+        return size
 
     def tell(self) -> int:
         return self._bytes
 
     def flush(self) -> None:
-        pass
+        """Nothing is promised before `digest`."""
 
     def digest(self, name: str) -> FileDigest:
+        """Of all that was written, now passed on to the file."""
+        self._pass_on()
         digest = f"sha256:{self._hash.hexdigest()}"
         return FileDigest(path=name, bytes=self._bytes, digest=digest)
+
+    def _pass_on(self) -> None:
+        if self._gathered:
+            self._emit(self._gathered)
+            self._gathered = bytearray()
+
+    def _emit(self, data: Any) -> None:
+        self._file.write(data)
+        self._hash.update(data)
 
 
 def _plain_error(error: Exception) -> RuntimeError:

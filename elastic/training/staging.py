@@ -63,10 +63,10 @@ class HostStager(AsyncStager):
         self.staged_bytes = 0
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """The copies, by tracked object and name below it, the way DCP nests a state dict."""
+        """Copies of `state_dict["tensors"]`, by tracked object and then by the name below it."""
         self.problem = ""
         try:
-            return self._stage(state_dict)
+            return self._stage(state_dict["tensors"])
         except Exception as error:  # noqa: BLE001 - every rank is to hear of it, see above
             self.problem = f"{type(error).__name__}: {error}"
             return {}

@@ -35,32 +35,35 @@ class Split:
         return {"plain": self.plain, "slots": self.slots}
 
 
-def split(value: Any, name: str = "") -> Split:
+def split(value: Any, name: str = "", seen: dict[int, str] | None = None) -> Split:
     """Both halves of `value`; its tensors are called `<name>.<key>.<index>...`.
 
-    Raises `ValueError` when two tensors would have the same name.
+    A tensor that is in several places is kept once, under its first name; `seen`, names by id,
+    extends that over several calls. Raises `ValueError` when two tensors would have the same name.
     """
     result = Split(plain=None)
-    result.plain = _take(value, (), name, result)
+    result.plain = _take(value, (), name, result, {} if seen is None else seen)
     return result
 
 
-def _take(value: Any, path: tuple[Any, ...], name: str, result: Split) -> Any:
+def _take(value: Any, path: tuple[Any, ...], name: str, result: Split, seen: dict[int, str]) -> Any:
     if isinstance(value, torch.Tensor):
+        first = seen.setdefault(id(value), name)
         if name in result.tensors:
             raise ValueError(f"two tensors would both be called {name!r} in the checkpoint")
+        if first == name:
+            result.tensors[name] = value
         kind = "dtensor" if isinstance(value, DTensor) else value.device.type
-        result.slots.append({"path": list(path), "name": name, "kind": kind})
-        result.tensors[name] = value
+        result.slots.append({"path": list(path), "name": first, "kind": kind})
         return None
     if isinstance(value, dict):
         copy = value.copy()
         for key, item in value.items():
-            copy[key] = _take(item, (*path, key), _below(name, key), result)
+            copy[key] = _take(item, (*path, key), _below(name, key), result, seen)
         return copy
     if type(value) in (list, tuple):
         items = [
-            _take(item, (*path, index), _below(name, index), result)
+            _take(item, (*path, index), _below(name, index), result, seen)
             for index, item in enumerate(value)
         ]
         return items if type(value) is list else tuple(items)
@@ -97,18 +100,27 @@ def at_path(tree: Any, path: list[Any]) -> Any:
 
 
 def aim(
-    restoration: Restoration, live: Any, saved: Mapping[str, Any], infos: Mapping[str, TensorInfo]
+    restoration: Restoration,
+    live: Any,
+    saved: Mapping[str, Any],
+    infos: Mapping[str, TensorInfo],
+    *,
+    copy: bool = False,
 ) -> None:
-    """Add a target for each slot: the live tensor at its place, else a new one."""
+    """Add a target for each slot: the live tensor at its place, else a new one.
+
+    With `copy` a new one like the live one, except that a sharded one is filled where it is.
+    """
     for slot in saved["slots"]:
         name, tensor = slot["name"], at_path(live, slot["path"])
         if name not in infos:
             raise ValueError(f"the checkpoint names a tensor {name!r} that it does not hold")
         if isinstance(tensor, torch.Tensor):
-            restoration.aim(name, tensor, infos[name])
+            whole = copy and not isinstance(tensor, DTensor)
+            restoration.aim(name, torch.zeros_like(tensor) if whole else tensor, infos[name])
         elif slot["kind"] == "dtensor":
             restoration.refuse(name, "no sharded tensor to load into", "a sharded tensor")
-        else:
+        elif name not in restoration.targets:
             restoration.targets[name] = new_tensor(infos[name], slot["kind"])
 
 

@@ -9,6 +9,8 @@ import pickle
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 import traceback
 from collections import namedtuple
@@ -483,6 +485,22 @@ def test_loader_processes_that_wait_for_storage_do_not_hold_up_the_rank() -> Non
     loader.close()
     assert time.monotonic() - begin_s < 3
     assert not children()
+
+
+AT_EXIT = """
+from tests.dist.test_data import Numbers, loader_of
+steps = iter(loader_of(Numbers(40), num_workers=2))
+next(steps)
+kept_in_a_cycle = [steps]
+kept_in_a_cycle.append(kept_in_a_cycle)
+"""
+
+
+def test_a_process_with_an_open_loader_can_exit() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], timeout=30, capture_output=True, text=True, check=True
+    )
+    assert "Error" not in done.stderr
 
 
 class Talkative(Numbers):

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import (
 from elastic.training.checkpoint import StateMismatch, WriteFailed
 from elastic.training.part import Mismatch
 from elastic.training.state import TrackedState
-from tests.dist.small_run import backward, content, restore, save, small, train
+from tests.dist.small_run import content, restore, save, small, train
 
 
 def plain_small(seed: int = 0) -> nn.Module:
@@ -87,25 +87,17 @@ def test_plain_values_of_every_kind_survive_two_resumes(tmp_path: Path) -> None:
     assert live == reference
 
 
-class Scaled:
-    """A GradScaler that works on the CPU."""
-
-    def __init__(self) -> None:
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=5)
-
-
 @pytest.mark.parametrize("used", [False, True])
 def test_a_scaler_is_restored_and_nothing_else_is_done(tmp_path: Path, used: bool) -> None:  # B50
     def scaler_after(steps: int) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
         scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=4)
         model = plain_small()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        for step in range(steps):
+        for _ in range(steps):
             scaler.scale(model(torch.ones(2, 4)).sum() * 1e-3).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            del step
         return scaler, model, optimizer
 
     scaler, model, optimizer = scaler_after(15)
@@ -144,15 +136,16 @@ def test_the_next_update_uses_the_restored_schedule(  # B52
 
     def run(model: Any, optimizer: Any, scheduler: Any, steps: range) -> list[tuple[float, ...]]:
         used = []
-        for step in steps:
+
+        def note(*_: Any) -> None:
             group = optimizer.param_groups[0]
-            group["weight_decay"] = 0.01 * step
-            backward(model, step)
-            optimizer.register_step_pre_hook(lambda *_: None).remove()
-            used.append((float(group["lr"]), group["weight_decay"], float(group["initial_lr"])))
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
+            used.append(tuple(float(group[key]) for key in ("lr", "weight_decay", "initial_lr")))
+
+        hook = optimizer.register_step_pre_hook(note)
+        for step in steps:
+            optimizer.param_groups[0]["weight_decay"] = 0.01 * step
+            train(model, optimizer, range(step, step + 1), scheduler.step)
+        hook.remove()
         return used
 
     model, optimizer, scheduler = build()
@@ -316,7 +309,7 @@ def test_what_cannot_be_restored_is_refused_when_it_is_tracked() -> None:
         TrackedState(steps=3)
     model, stranger = Wider(), Wider()
     optimizer = torch.optim.SGD([*model.parameters(), *stranger.parameters()], lr=0.1)
-    with pytest.raises(ValueError, match="parameter 1 of optimizer group 0.*no tracked module"):
+    with pytest.raises(ValueError, match=r"parameter 1 of optimizer group 0.*no tracked module"):
         TrackedState(model=model, optimizer=optimizer)
 
 

@@ -1,0 +1,104 @@
+"""Training functions that do one thing wrong, for tests on a real cluster."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import elastic
+
+
+class Ones:
+    """Map-style, 64 items."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.ones(4), "labels": torch.tensor(index % 3)}
+
+
+def steps(run: elastic.Run, until: int = 1000):
+    """A tiny model's steps, about 20 ms each."""
+    model = nn.Linear(4, 3)
+    fully_shard(model, mesh=run.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    loader = run.loader(Ones(), global_batch=12, micro_batch=4)
+    for step in run.steps(loader, until=until):
+        for batch in step:
+            logits = model(batch["x"])
+            loss = nn.functional.cross_entropy(logits, batch["labels"], reduction="sum")
+            (loss / step.num_valid_tokens).backward()
+            step.log(loss=loss.detach() / step.num_valid_tokens)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+        yield step
+
+
+def plain(run: elastic.Run) -> None:
+    """Nothing wrong."""
+    for _ in steps(run, run.config.get("until", 30)):
+        pass
+
+
+def boom_beside_a_collective(run: elastic.Run) -> None:
+    """Rank 2 raises while the others are in a collective that would wait for 300 s."""
+    for step in steps(run):
+        if step.number == 3:
+            if run.world_rank == 2:
+                raise ValueError("boom-7f")
+            dist.all_reduce(torch.ones(1))
+
+
+def boom_told_late(run: elastic.Run) -> None:
+    """Rank 2 is at fault; its peers see its connection go a second before its own word comes."""
+    for step in steps(run):
+        if step.number == 3:
+            if run.world_rank == 2:
+                dist.destroy_process_group()
+                time.sleep(1.0)
+                raise ValueError("boom-7f")
+            dist.all_reduce(torch.ones(1))
+
+
+def swallows_exceptions(run: elastic.Run) -> None:
+    """A user's broad except around the body of the loop, and a mark for each call."""
+    Path(run.config["marks"], f"{run.generation}-{run.world_rank}-{os.getpid()}").touch()
+    iterator = steps(run, 60)
+    while True:
+        try:
+            next(iterator)
+        except StopIteration:
+            return
+        except Exception:  # noqa: BLE001
+            continue
+
+
+def tells_ranks(run: elastic.Run) -> None:
+    """Writes down what the environment and Ray say of this rank, in every generation."""
+    import json
+
+    import ray.train
+
+    context = ray.train.get_context()
+    told = {
+        "world_rank": run.world_rank,
+        "world_size": run.world_size,
+        "local_rank": run.local_rank,
+        "env": [os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK")],
+        "ray": [context.get_world_rank(), context.get_world_size(), context.get_local_rank()],
+        "dist": [dist.get_rank(), dist.get_world_size()],
+    }
+    path = Path(run.config["marks"], f"{run.generation}-{run.world_rank}.json")
+    path.write_text(json.dumps(told))
+    for _ in steps(run, run.config["until"]):
+        pass

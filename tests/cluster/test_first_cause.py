@@ -1,0 +1,91 @@
+"""An exception of a training function: told by its first cause, and the group ends at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+from elastic import ElasticConfig, ElasticTrainer, TrainingFailed
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import read_ledger
+from tests.cluster import functions
+from tests.cluster.local_cluster import started
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with started(num_nodes=3) as local:
+        ray.init(address=local.address, log_to_driver=False)
+        yield local
+
+
+def trainer(
+    function: Callable[..., None], storage: Path, workers: Any = 3, **options: Any
+) -> ElasticTrainer:
+    failures = options.pop("max_failures", 0)
+    config = options.pop("config", {})
+    return ElasticTrainer(
+        function,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=RunConfig(
+            name="run",
+            storage_path=str(storage),
+            failure_config=FailureConfig(max_failures=failures),
+        ),
+        elastic_config=ElasticConfig(save_every="10steps", **options),
+    )
+
+
+def events(storage: Path) -> list[Any]:
+    return read_ledger(Filesystem.at(f"{storage}/run"))
+
+
+@pytest.mark.parametrize("function", [functions.boom_beside_a_collective, functions.boom_told_late])
+def test_headline_names_the_rank_at_fault(cluster, tmp_path: Path, function):  # B79, B81
+    with pytest.raises(TrainingFailed) as caught:
+        trainer(function, tmp_path, collective_timeout_s=300.0).fit()
+    first = str(caught.value).splitlines()[0]
+    assert first.startswith("rank 2 raised ValueError: boom-7f")
+    assert "functions.py" in str(caught.value)  # where, for the person who has to mend it
+    found = events(tmp_path)
+    started_s = next(e.time_s for e in found if e.kind == "started")
+    decided_s = next(e.time_s for e in found if e.kind == "failure_decided")
+    assert decided_s - started_s < 10.0  # not the 300 s that the collective would wait
+    assert found[-1].kind == "run_failed"
+    assert time.time() - decided_s < 20.0
+
+
+def test_exceptions_are_retried_as_often_as_granted(cluster, tmp_path: Path):
+    with pytest.raises(TrainingFailed, match="boom-7f"):
+        trainer(functions.boom_beside_a_collective, tmp_path, max_failures=1).fit()
+    kinds = [event.kind for event in events(tmp_path)]
+    assert kinds.count("generation_started") == 2
+    assert kinds.count("failure_decided") == 2
+
+
+def test_result_is_ray_trains(cluster, tmp_path: Path):
+    result = trainer(functions.plain, tmp_path, config={"until": 25}).fit()
+    assert result.error is None and result.path == f"{tmp_path}/run"
+    assert result.metrics["step"] == 25 and result.metrics["loss"] > 0
+    assert Path(result.checkpoint.path).name == "step-25"
+
+
+def test_no_actor_and_no_placement_group_is_left(cluster, tmp_path: Path):
+    from ray.util.placement_group import placement_group_table
+
+    trainer(functions.plain, tmp_path, config={"until": 5}).fit()
+    left = [g for g in placement_group_table().values() if g["state"] in ("CREATED", "PENDING")]
+    assert left == []
+    deadline_s = time.monotonic() + 20
+    while ray.available_resources().get("CPU", 0) < 3 and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert ray.available_resources()["CPU"] == 3

@@ -1,0 +1,401 @@
+"""Saves and loads: exactly the state at the save, all ranks or none, and only sound bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+from elastic.storage.checkpoints import FileDigest, Manifest
+from elastic.storage.filesystem import Filesystem
+from elastic.training.checkpoint import (
+    AsyncSaver,
+    CheckpointCorrupt,
+    LoadFailed,
+    SaveHandle,
+    WriteFailed,
+    describe,
+    load,
+    verify_share,
+)
+from elastic.training.state import TrackedState
+from tests.dist.processes import run_ranks
+from tests.dist.small_run import (
+    content,
+    manifest_of,
+    restore,
+    save_group,
+    small,
+    train,
+)
+from tests.dist.storage_faults import delay, faulty
+
+
+def begin(saver: AsyncSaver, fs: Filesystem, path: str, tracked: TrackedState) -> SaveHandle:
+    captured = tracked.capture()
+    return saver.save(
+        fs,
+        path,
+        captured.tensors,
+        plain={"tracked": captured.plain},
+        rank_plain={"rank": dist.get_rank() if dist.is_initialized() else 0},
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+    )
+
+
+def built(*, sharded: bool = True, seed: int = 0) -> tuple[TrackedState, Callable[[range], Any]]:
+    model = small(sharded=sharded, seed=seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    counters = {"steps": 0, "seen": []}
+    tracked = TrackedState(model=model, optimizer=optimizer, scheduler=scheduler, counters=counters)
+
+    def count() -> None:
+        scheduler.step()
+        counters["steps"] += 1
+        counters["seen"].append(counters["steps"])
+
+    return tracked, lambda steps: train(model, optimizer, steps, count)
+
+
+def save_while_training(rank: int, world_size: int, folder: Path) -> None:
+    tracked, run = built(sharded=dist.is_initialized())
+    saver = AsyncSaver(save_group())
+    slow = faulty(str(folder), delay(1.0))
+    run(range(2))
+    manifests, expected = {}, {}
+    for step in (2, 5):  # the second save reuses the memory of the first
+        expected[step] = content(tracked)
+        handle = begin(saver, slow, f"step-{step}", tracked)
+        assert saver.in_flight
+        assert not handle.done()
+        run(range(step, step + 3))
+        assert not handle.done(), "the training went on during the save, or this tests nothing"
+        with pytest.raises(AssertionError, match="still being written"):  # B04
+            begin(saver, slow, "another", tracked)
+        manifests[step] = manifest_of(handle.files(30))
+        assert handle.done()
+        assert not saver.in_flight
+    for step in (2, 5):
+        restore(folder, f"step-{step}", manifests[step], tracked)
+        assert content(tracked) == expected[step], step
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_save_holds_the_state_of_its_step(tmp_path: Path, world_size: int) -> None:  # B01
+    run_ranks(save_while_training, world_size, tmp_path)
+
+
+def one_rank_fails(rank: int, world_size: int, folder: Path, operation: str) -> list[str]:
+    tracked, run = built()
+    saver = AsyncSaver(save_group())
+    run(range(2))
+    before, good = content(tracked), manifest_of(begin(saver, fs(folder), "good", tracked).files())
+    run(range(2, 3))
+
+    class Unpicklable(OSError):
+        def __init__(self, where: str) -> None:
+            super().__init__(28, f"No space left on device: {where}")
+            self.lock = time.sleep  # some stores' errors hold what does not pickle
+            self.handle = open(os.devnull)  # noqa: SIM115
+
+    def strike(found: str, path: str) -> None:
+        name = path.rpartition("/")[2]
+        if rank == 1 and found == operation and (name == "rank-1.json" or ".distcp" in name):
+            time.sleep(0.5)  # after rank 0 has finished
+            raise Unpicklable(name)
+
+    handle = begin(saver, faulty(str(folder), strike), "bad", tracked)
+    with pytest.raises(WriteFailed, match=r"rank 1: .*No space left on device") as caught:
+        handle.files(30)
+    assert handle.done()
+    assert not (folder / "bad" / ".metadata").exists()
+    # Nothing is stuck: the same saver and group go on, and the save before is still good.
+    manifest_of(begin(saver, fs(folder), "next", tracked).files(30))
+    restore(folder, "good", good, tracked)
+    assert content(tracked) == before
+    return [str(caught.value)]
+
+
+def fs(folder: Path) -> Filesystem:
+    return Filesystem.at(str(folder))
+
+
+@pytest.mark.parametrize("operation", ["open_output", "write", "write_bytes"])
+def test_one_failing_rank_fails_the_save_on_all(tmp_path: Path, operation: str) -> None:  # B13
+    one, other = run_ranks(one_rank_fails, 2, tmp_path, operation)
+    assert one == other
+
+
+def one_rank_cannot_begin(rank: int, world_size: int, folder: Path) -> None:
+    tracked, _ = built()
+    saver = AsyncSaver(save_group())
+    captured = tracked.capture()
+    sparse = torch.ones(2).to_sparse()
+    for tensors, rank_plain, message in [
+        ({"odd": sparse} if rank == 1 else {}, {}, "rank 1: ValueError: 'odd' .*cannot be kept"),
+        ({}, {"odd": {1}} if rank == 1 else {}, r"rank 1: NotPlain: rank_plain\.odd: a .*set"),
+    ]:
+        handle = saver.save(
+            fs(folder),
+            "bad",
+            {**captured.tensors, **tensors},
+            plain={"tracked": captured.plain},
+            rank_plain=rank_plain,
+            rank=rank,
+        )
+        with pytest.raises(WriteFailed, match=message):
+            handle.files(30)
+    begin(saver, fs(folder), "good", tracked).files(30)
+
+
+def test_a_rank_that_cannot_even_begin_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    run_ranks(one_rank_cannot_begin, 2, tmp_path)
+
+
+def one_rank_dies(rank: int, world_size: int, folder: Path) -> str:
+    tracked, _ = built()
+    saver = AsyncSaver(save_group())
+
+    def strike(operation: str, path: str) -> None:
+        if rank == 1 and operation == "write":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    handle = begin(saver, faulty(str(folder), strike), "torn", tracked)
+    with pytest.raises(WriteFailed) as caught:
+        handle.files(30)
+    saver.attach(None)
+    assert not saver.in_flight
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_fails_the_save_of_the_others_at_once(tmp_path: Path) -> None:
+    begun_s = time.monotonic()
+    outcome = run_ranks(one_rank_dies, 3, tmp_path, may_die=[1])
+    assert outcome[1] is None
+    assert "the save to torn failed" in outcome[0]
+    assert time.monotonic() - begun_s < 30
+
+
+def saved_by_two(rank: int, world_size: int, folder: Path) -> tuple[Any, Manifest]:
+    tracked, run = built()
+    run(range(2))
+    captured = tracked.capture()
+    handle = begin(AsyncSaver(save_group()), fs(folder), "step-2", tracked)
+    files = handle.files(30)
+    names = {file.path for file in files}
+    expected = {f"__{rank}_0.distcp", f"rank-{rank}.json"}
+    assert names == (expected | {".metadata", "state.json"} if rank == 0 else expected)
+    for file in files:
+        data = (folder / "step-2" / file.path).read_bytes()
+        assert (len(data), f"sha256:{hashlib.sha256(data).hexdigest()}") == (
+            file.bytes,
+            file.digest,
+        )
+    return content(tracked), manifest_of(files, describe(captured.tensors))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], Manifest]:
+    """A checkpoint of two ranks at `step-2` of a folder, its content and its manifest."""
+    folder = tmp_path_factory.mktemp("two-ranks")
+    found, manifest = run_ranks(saved_by_two, 2, folder)[0]
+    return folder, found, manifest
+
+
+Checkpoint = tuple[Path, dict[str, Any], Manifest]
+
+
+def test_a_process_without_a_group_loads_it(checkpoint: Checkpoint) -> None:
+    folder, expected, manifest = checkpoint
+    tracked, _ = built(sharded=False, seed=4)
+    restored = load(fs(folder), "step-2", manifest, tracked)
+    assert content(tracked) == expected
+    assert restored.rank_plain == {"rank": 0}
+    assert restored.plain["tracked"]["counters"]["plain"] == {"steps": 2, "seen": [1, 2]}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_stock_dcp_loads_it_from_the_directory_alone(checkpoint: Checkpoint, nested: bool) -> None:
+    folder, _, manifest = checkpoint
+    tracked, _ = built(sharded=False, seed=4)
+    restore(folder, "step-2", manifest, tracked)
+    expected = {f"model.{n}": t for n, t in small(sharded=False).state_dict().items()}
+    expected = {name: tracked.capture().tensors[name] for name in expected}
+    blank = small(sharded=False, seed=9).state_dict()
+    state: Any = {"model": blank} if nested else {f"model.{n}": t for n, t in blank.items()}
+    dcp.load(state, checkpoint_id=str(folder / "step-2"))
+    for name, tensor in blank.items():
+        assert torch.equal(tensor, expected[f"model.{name}"]), name
+
+
+def test_stock_dcp_converts_it_to_one_file(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    folder, _, _ = checkpoint
+    dcp_to_torch_save(str(folder / "step-2"), str(tmp_path / "all.pt"))
+    whole = torch.load(tmp_path / "all.pt", weights_only=True)
+    small(sharded=False).load_state_dict(whole["model"])
+    assert whole["optimizer"]["norm.bias.step"] == 2
+
+
+def damaged(source: Path, folder: Path, name: str, how: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (source / "step-2").iterdir():
+        (folder / "step-2").mkdir(exist_ok=True)
+        (folder / "step-2" / file.name).write_bytes(file.read_bytes())
+    victim = folder / "step-2" / name
+    data = bytearray(victim.read_bytes())
+    if how == "deleted":
+        victim.unlink()
+        return
+    if how == "flipped":
+        data[len(data) // 2] ^= 1
+    victim.write_bytes({"halved": data[: len(data) // 2], "emptied": b""}.get(how, data))
+
+
+DAMAGES = ["halved", "emptied", "flipped", "deleted"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata", "state.json", "rank-0.json"])
+def test_damage_is_found_and_named(  # B14 B24
+    checkpoint: Checkpoint, tmp_path: Path, name: str, how: str
+) -> None:
+    folder, _, manifest = checkpoint
+    damaged(folder, tmp_path, name, how)
+    found = [verify_share(fs(tmp_path), "step-2", manifest.files, rank, 2) for rank in range(2)]
+    problems = found[0] + found[1]
+    assert len(problems) == 1
+    assert name in problems[0]
+    if name.endswith(".distcp") and how == "flipped":
+        return  # a flipped bit inside a tensor is seen by the digest alone
+    tracked, _ = built(sharded=False)
+    with pytest.raises(CheckpointCorrupt, match=name):
+        load(fs(tmp_path), "step-2", manifest, tracked)
+
+
+def test_a_sound_checkpoint_has_no_problems_and_every_file_one_reader(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _, manifest = checkpoint
+    read: list[str] = []
+    monkeypatch.setattr(
+        "elastic.training.loading.digest_problem",
+        lambda fs, path, file: read.append(file.path) or "",
+    )
+    for rank in range(3):
+        assert verify_share(fs(folder), "step-2", manifest.files, rank, 3) == []
+    assert sorted(read) == sorted(file.path for file in manifest.files)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/elastic-test-bomb",)
+
+
+def test_nothing_foreign_is_unpickled(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder, _, manifest = checkpoint
+    damaged(folder, tmp_path, ".metadata", "flipped")
+    data = pickle.dumps(Bomb())
+    (tmp_path / "step-2" / ".metadata").write_bytes(data)
+    tracked, _ = built(sharded=False)
+    with pytest.raises(CheckpointCorrupt):
+        load(fs(tmp_path), "step-2", manifest, tracked)
+    digest = FileDigest(
+        path=".metadata", bytes=len(data), digest=f"sha256:{hashlib.sha256(data).hexdigest()}"
+    )
+    files = [digest if file.path == ".metadata" else file for file in manifest.files]
+    object.__setattr__(manifest := pickle.loads(pickle.dumps(manifest)), "files", files)
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.system"):
+        load(fs(tmp_path), "step-2", manifest, tracked)
+    assert not os.path.exists("/tmp/elastic-test-bomb")
+
+
+@pytest.mark.parametrize("error", [PermissionError("denied"), ConnectionError("reset")])
+def test_trouble_in_reading_is_not_taken_for_damage(
+    checkpoint: Checkpoint, error: Exception
+) -> None:
+    folder, _, manifest = checkpoint
+
+    def strike(operation: str, path: str) -> None:
+        if operation == "read" and path.endswith(".distcp"):
+            raise error
+
+    tracked, _ = built(sharded=False)
+    with pytest.raises(type(error), match=str(error)):
+        load(faulty(str(folder), strike), "step-2", manifest, tracked)
+
+
+def trouble_on_one_rank(rank: int, world_size: int, folder: Path, manifest: Manifest) -> str:
+    def strike(operation: str, path: str) -> None:
+        if rank == 1 and operation == "read" and path.endswith(".distcp"):
+            raise PermissionError("denied")
+
+    tracked, _ = built()
+    with pytest.raises(Exception, match="denied") as caught:
+        load(faulty(str(folder), strike), "step-2", manifest, tracked, dist.group.WORLD)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_rank_that_cannot_load_is_named_on_the_others(checkpoint: Checkpoint) -> None:
+    folder, _, manifest = checkpoint
+    assert run_ranks(trouble_on_one_rank, 2, folder, manifest) == [
+        "LoadFailed: rank 1 could not load step-2: PermissionError: denied",
+        "PermissionError: denied",
+    ]
+
+
+def own_entries(rank: int, world_size: int, folder: Path, manifest: Manifest) -> Any:
+    tracked, _ = built()
+    return load(fs(folder), "step-2", manifest, tracked, dist.group.WORLD).rank_plain
+
+
+def test_each_rank_gets_its_own_entry_and_new_ranks_none(checkpoint: Checkpoint) -> None:
+    folder, _, manifest = checkpoint
+    assert run_ranks(own_entries, 3, folder, manifest) == [{"rank": 0}, {"rank": 1}, None]
+
+
+def test_staging_memory_is_kept_and_left_to_a_save_that_never_ends(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    tracked = TrackedState(model=model)
+    saver = AsyncSaver()
+    begin(saver, fs(tmp_path), "a", tracked).files()
+    kept = saver._stager._block
+    saver.attach(None)
+    handle = begin(saver, faulty(str(tmp_path), delay(1.0)), "b", tracked)
+    assert saver._stager._block is kept
+    with torch.no_grad():
+        expected = model.weight.clone()
+        model.weight.zero_()
+    saver.attach(None)  # a new generation, while the old save is still being written
+    begin(saver, fs(tmp_path), "c", tracked).files()
+    assert saver._stager._block is not kept
+    manifest = manifest_of(handle.files())
+    restore(tmp_path, "b", manifest, tracked)
+    assert torch.equal(model.weight, expected)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WriteFailed("step-1", "rank 1: OSError: full"),
+        CheckpointCorrupt("step-1", "__0_0.distcp: expected 3 bytes, found 2"),
+        LoadFailed("step-1", 2, "PermissionError: denied"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_survive_pickling(error: Exception) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (type(error), str(error))
