@@ -49,8 +49,9 @@ class ModelConfig:
             raise ValueError(f"dropout must be in 0 .. 1, 1 excluded, found {self.dropout}")
 
 
-# Parameters at a vocabulary of 257: 1.3 M, 26 M, 85 M, 304 M, 1.2 G.
+# Parameters at a vocabulary of 257: 46 k (to try out failures), 1.3 M, 26 M, 85 M, 304 M, 1.2 G.
 PRESETS: Mapping[str, ModelConfig] = {
+    "nano": ModelConfig(dim=32, num_layers=2, num_heads=2, mlp_dim=96),
     "tiny": ModelConfig(),
     "small": ModelConfig(dim=512, num_layers=8, num_heads=8, mlp_dim=1376),
     "base": ModelConfig(dim=768, num_layers=12, num_heads=12, mlp_dim=2048),

@@ -82,6 +82,14 @@ class Filesystem:
         """
         self.store.write_bytes(self._file(path), data)
 
+    def create_new(self, path: str, data: bytes) -> bool:
+        """Makes the file, whole and durably, if there is none; whether this call has made it.
+
+        Of several callers at once one makes it. An object store that ignores conditional writes
+        gives no such promise.
+        """
+        return self.store.create_new(self._file(path), data)
+
     def open_output(self, path: str) -> BinaryIO:
         """A stream to a new or emptied file, parents made.
 

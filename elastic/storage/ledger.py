@@ -7,10 +7,11 @@ torch, and decides nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -155,8 +156,8 @@ class LedgerWriter:
 def read_ledger(fs: Filesystem) -> list[LedgerEvent]:
     """All events of all lives, ordered by (life, seq); also while a driver is writing.
 
-    A half-written event at the end of a life, as a crash leaves it, is no event. Raises
-    `UnsupportedFormat`.
+    A half-written event at the end of a life, as a crash leaves it, is no event. One that rotted on
+    the disk is left out and shows as a gap in `seq`. Raises `UnsupportedFormat`.
     """
     events: list[LedgerEvent] = []
     for life, name in _lives(fs):
@@ -193,29 +194,38 @@ def _read_segments(fs: Filesystem, life: int, path: str) -> list[LedgerEvent]:
 
 
 def _events(life: int, path: str, data: bytes) -> list[LedgerEvent]:
-    batches: list[pa.RecordBatch] = []
-    try:
-        stream = pa.ipc.open_stream(pa.py_buffer(data))
-        version = (stream.schema.metadata or {}).get(b"format_version", b"0")
-        check_format(f"ledger {path}", int(version), FORMAT_VERSION)
-        while True:
-            batches.append(stream.read_next_batch())
-    except (StopIteration, pa.ArrowException, OSError):
-        # The bytes are in memory, so this is no trouble in reading but the end of what was written.
-        pass
+    batches = [batch for batch in _batches(path, data) if _is_sound(batch)]
     if not batches:
         return []
     rows = pa.Table.from_batches(batches).select(_SCHEMA.names).combine_chunks().to_pydict()
     events = []
     for row in zip(*rows.values(), strict=True):
         values = dict(zip(rows, row, strict=True))
-        try:
+        with contextlib.suppress(ValueError):
             values["data"] = json.loads(values["data"])
-        except ValueError:
-            # After a power cut the last event may have its length but zeros for content.
-            break
-        events.append(LedgerEvent(life=life, **values))
+            events.append(LedgerEvent(life=life, **values))
     return events
+
+
+def _batches(path: str, data: bytes) -> Iterator[pa.RecordBatch]:
+    try:
+        stream = pa.ipc.open_stream(pa.py_buffer(data))
+        version = (stream.schema.metadata or {}).get(b"format_version", b"0")
+        check_format(f"ledger {path}", int(version), FORMAT_VERSION)
+        while True:
+            yield stream.read_next_batch()
+    except (StopIteration, pa.ArrowException, OSError):
+        # The bytes are in memory, so this is no trouble in reading but the end of what was written.
+        return
+
+
+def _is_sound(batch: pa.RecordBatch) -> bool:
+    try:
+        # After a power cut the last event may have its length but zeros for part of its content.
+        batch.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _batch(event: LedgerEvent) -> pa.RecordBatch:

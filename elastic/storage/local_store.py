@@ -42,13 +42,29 @@ class LocalStore:
         return Entry(name=os.path.basename(path), is_dir=is_dir, bytes=num_bytes)
 
     def write_bytes(self, path: str, data: bytes) -> None:
+        with self._written_beside(path, data) as temporary:
+            os.replace(temporary, path)
+
+    def create_new(self, path: str, data: bytes) -> bool:
+        with self._written_beside(path, data) as temporary:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            finally:
+                os.unlink(temporary)
+        return True
+
+    @contextlib.contextmanager
+    def _written_beside(self, path: str, data: bytes) -> Iterator[str]:
+        """A durable file beside `path`, to be moved there; the directory is synced after."""
         parent, name = os.path.split(path)
         self.make_dirs(parent)
         temporary = os.path.join(parent, f".{name[:100]}.{uuid.uuid4().hex}.tmp")
         try:
             with _DurableWriter(io.FileIO(temporary, "wb")) as file:
                 file.write(data)
-            os.replace(temporary, path)
+            yield temporary
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)

@@ -52,6 +52,13 @@ class ObjectStore:
     def write_bytes(self, path: str, data: bytes) -> None:
         self._fs.pipe_file(path, data)
 
+    def create_new(self, path: str, data: bytes) -> bool:
+        try:
+            self._fs.pipe_file(path, data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
     def open_output(self, path: str) -> BinaryIO:
         return cast(BinaryIO, self._fs.open(path, "wb"))
 

@@ -122,28 +122,38 @@ def kill_marked(mark: str, deadline_s: float = 10.0) -> None:
     """SIGKILL to every process that carries `mark` in its environment, until none is left.
 
     Ray's own shutdown ends the daemons; a worker whose raylet was killed belongs to nobody and
-    trains on for seconds.
+    trains on for seconds. Where there is no /proc this does nothing.
     """
-    until_s = time.monotonic() + deadline_s
-    while pids := _marked_pids(mark):
-        for pid in pids:
+    begun_s = time.monotonic()
+    while True:
+        carriers, unknown = _marked_pids(mark)
+        for pid in carriers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > until_s:
+        waited_s = time.monotonic() - begun_s
+        # Some process of the user's own may be without environment for good.
+        if not carriers and (not unknown or waited_s > 1.0):
+            return
+        if waited_s > deadline_s:
             raise RuntimeError(
-                f"processes {pids} outlived SIGKILL for {deadline_s:.0f} s: end them by hand"
+                f"processes {carriers} outlived SIGKILL for {deadline_s:.0f} s: end them by hand"
             )
         time.sleep(0.05)
 
 
-def _marked_pids(mark: str) -> list[int]:
-    """The processes started with `mark` in their environment; none where there is no /proc."""
-    found = []
+def _marked_pids(mark: str) -> tuple[list[int], list[int]]:
+    """Processes that carry `mark`, and those of which it cannot be said yet."""
+    carriers, unknown = [], []
+    line = f"{_MARK}={mark}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return [pid for pid in found if pid != os.getpid()]
+            variables = (entry / "environ").read_bytes()
+            if line in variables.split(b"\0"):
+                carriers.append(int(entry.name))
+            elif not variables and (entry / "exe").readlink():
+                # In the middle of its exec, after a fork that escaped the last look.
+                unknown.append(int(entry.name))
+    return carriers, unknown
 
 
 @contextlib.contextmanager

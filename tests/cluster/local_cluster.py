@@ -53,6 +53,10 @@ class LocalCluster:
     def address(self) -> str:
         return str(self._cluster.address)
 
+    @property
+    def dashboard_url(self) -> str:
+        return f"http://{self._cluster.head_node.webui_url}"
+
     def add(self, num_cpus: int = 1) -> Any:
         node = self._cluster.add_node(num_cpus=num_cpus)
         self.nodes.append(node)

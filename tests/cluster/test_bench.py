@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from jobs.bench.cluster import measurement_directory
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 PHASES = {"detect", "stop", "place", "start", "connect", "build", "load", "first_step"}
 
@@ -85,6 +87,34 @@ def test_quick_recovery_writes_what_checks_rely_on(mark: str, tmp_path: Path) ->
     assert "elastic" in output
     assert carrying(mark) == {}
     assert directories() <= before
+
+
+def test_a_measurement_ends_orphans_too_when_it_is_terminated() -> None:
+    """A worker whose raylet was killed has no parent left that would end it."""
+    orphans: list[int] = []
+    before = directories()
+
+    with pytest.raises(SystemExit):
+        leave_an_orphan_and_be_terminated(orphans)
+
+    assert [pid for pid in orphans if is_running(pid)] == []
+    assert directories() <= before
+
+
+def leave_an_orphan_and_be_terminated(orphans: list[int]) -> None:
+    with measurement_directory():
+        shell = ["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $!"]
+        orphans.append(int(subprocess.run(shell, capture_output=True, check=True).stdout))
+        assert is_running(orphans[0])
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("SIGTERM did not end the measurement")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except OSError:
+        return False
 
 
 def test_ctrl_c_leaves_neither_processes_nor_files(mark: str) -> None:

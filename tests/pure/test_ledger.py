@@ -116,9 +116,29 @@ def test_torn_at_any_byte_the_last_event_alone_is_missing(
         for length in range(sizes[-1] - 1, sizes[-2] - 1, -1):
             file.truncate(length)
             assert read_ledger(root) == written[:-1], f"torn at byte {length}"
-    for zeros in (1, 8, 64, sizes[-1] - sizes[-2]):
+    for zeros in range(1, sizes[-1] - sizes[-2], 5):
         path.write_bytes(whole[:-zeros] + bytes(zeros))
         assert read_ledger(root) in (written, written[:-1])
+
+
+@pytest.mark.parametrize("rot", [b"\xf0\x90\x80\x00", b"\xff\xff\xff\xff", b"{{{{"])
+@pytest.mark.parametrize("where", ["reason", "data"])
+def test_an_event_that_rotted_is_left_out_and_the_others_are_read(
+    disk: Filesystem, rot: bytes, where: str
+) -> None:
+    writer = LedgerWriter(disk, 0, "a")
+    events = [
+        writer.append("step", reason=f"<R{seq}>", data={f"<D{seq}>": 1}, time_s=0.0)
+        for seq in range(3)
+    ]
+    writer.close()
+    path = Path(disk.root) / "ledger" / "000000-a.arrows"
+    whole = path.read_bytes()
+    at = whole.index(b"<R1>" if where == "reason" else b'{"<D1>')
+    path.write_bytes(whole[:at] + rot + whole[at + len(rot) :])
+    found = read_ledger(disk)
+    assert [event for event in found if event.seq != 1] == [events[0], events[2]]
+    assert len(found) == 2 or (where, rot) == ("reason", b"{{{{")
 
 
 def test_torn_in_its_schema_a_life_is_empty(disk: Filesystem) -> None:
