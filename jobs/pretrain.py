@@ -101,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-failures", type=int, default=0, help="restarts for exceptions")
     parser.add_argument("--grow-interval", type=float, default=60.0, metavar="SECONDS")
     parser.add_argument("--wait-for-capacity", type=float, default=300.0, metavar="SECONDS")
+    parser.add_argument(
+        "--accept-change",
+        action="append",
+        default=[],
+        metavar="FIELD",
+        help="resume although this field differs from what the run was begun with",
+    )
     parser.add_argument("--json", metavar="PATH", help="write the summary here")
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
     return parser
@@ -181,6 +188,12 @@ def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[in
         },
     }
     return config, num_workers
+
+
+def identity_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What makes this the same run again; where the data lies and how long to train do not."""
+    operational = ("steps", "micro_batch", "data")
+    return {key: value for key, value in config.items() if key not in operational}
 
 
 def storage_of(arguments: argparse.Namespace) -> str:
@@ -300,6 +313,9 @@ def _train(
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
     from elastic import ElasticConfig, ElasticTrainer, TrainingFailed
+    from elastic.storage.claim import IdentityMismatch
+    from elastic.storage.format import UnsupportedFormat
+    from elastic.storage.lease import LeaseHeld
 
     largest = num_workers if isinstance(num_workers, int) else num_workers[1]
     try:
@@ -324,6 +340,8 @@ def _train(
                 keep=arguments.keep,
                 keep_every=arguments.keep_every,
                 wait_for_capacity_s=arguments.wait_for_capacity,
+                identity=identity_of(config),
+                accept_changes=arguments.accept_change,
             ),
         )
     except (ValueError, TypeError) as error:
@@ -333,7 +351,7 @@ def _train(
     print(f"run {name} in {url}", flush=True)
     try:
         trainer.fit(None if arguments.quiet else _Progress(arguments.steps))
-    except TrainingFailed as error:
+    except (TrainingFailed, LeaseHeld, IdentityMismatch, UnsupportedFormat) as error:
         print(f"pretrain: {error}", file=sys.stderr)
         return 1
     _report(summary(url), arguments.json, url)

@@ -45,6 +45,7 @@ from elastic.policy.retention import Retention
 from elastic.policy.situation import FINAL, Phase, Rules, Situation
 from elastic.policy.transitions import decide
 from elastic.storage.checkpoints import Catalog
+from elastic.storage.claim import RunSpec, claim
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.metrics import MetricsWriter
@@ -55,7 +56,7 @@ logger = logging.getLogger("elastic")
 
 _TICK_S = 0.25
 _LOOK_S = 1.0
-_PROGRESS_S = 2.0
+_PROGRESS_S = 5.0
 _FLUSH_S = 5.0
 
 
@@ -64,8 +65,7 @@ class DriverConfig:
     """What the driver is told at its birth."""
 
     run_url: str
-    run_id: str
-    run_name: str
+    spec: RunSpec
     rules: Rules
     keep: Retention
     resources_per_worker: dict[str, float]
@@ -78,13 +78,31 @@ class TrainingFailed(TrainingFailedError):
     """The run is over and has failed; the message leads with the first cause and its rank."""
 
 
+def _who() -> str:
+    """This driver, for the lease."""
+    context = ray.get_runtime_context()
+    return f"job {context.get_job_id()} on the Ray cluster at {context.gcs_address}"
+
+
 class Driver:
     """Watches the group and performs what the policy decides, with a Ray actor as its hands."""
 
     def __init__(self, config: DriverConfig, host: Controller) -> None:
         self._config = config
         self._host = host
-        filesystem = Filesystem.at(config.run_url)
+        self._situation = Situation(since_s=time.monotonic())
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._recovery = Recovery()
+        self._look_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-look")
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._ended: End | None = None
+        self._is_looking = False
+        self._done_s = dict.fromkeys(("look", "progress", "flush"), time.monotonic())
+
+    def _open(self) -> None:
+        """Claim the run, and make all that writes to it. Nothing is written without the claim."""
+        config, filesystem = self._config, Filesystem.at(self._config.run_url)
+        self._claim = claim(filesystem, config.spec, _who())
         self._past = read_ledger(filesystem)
         self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])
         self._metrics = MetricsWriter(filesystem)
@@ -92,13 +110,11 @@ class Driver:
             generation=max((event.generation for event in self._past), default=-1),
             since_s=time.monotonic(),
         )
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._recovery = Recovery()
         self._commits = Commits(
-            Catalog(filesystem, config.run_id),
+            Catalog(filesystem, self._claim.run_file.run_id),
             config.keep,
             tell=self._told_of_save,
-            before_publishing=self._metrics.flush,
+            before_publishing=self._before_publishing,
         )
         self._words = RankWords(
             recovery=self._recovery,
@@ -107,18 +123,21 @@ class Driver:
             record=self._record,
             on_restored=self._commits.restored,
         )
-        self._group = Group(host, post=self._post, spawn=self._spawn)
-        self._look_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-look")
-        self._tasks: set[asyncio.Future[None]] = set()
-        self._ended: End | None = None
-        self._is_looking = False
-        self._done_s = dict.fromkeys(("look", "progress", "flush"), time.monotonic())
+        self._group = Group(
+            self._host, post=self._post, spawn=self._spawn, run_id=self._claim.run_file.run_id
+        )
+
+    def _before_publishing(self) -> None:
+        """The last thing before a commit, on the storage thread. Raises `LeaseLost`."""
+        self._claim.lease.check()
+        self._metrics.flush()
 
     # --- called through the actor ----------------------------------------------------------------
 
     async def run(self) -> None:
-        """Train until the run is over."""
-        self._record(Record(kind="run_started", data=self._who()))
+        """Train until the run is over. Raises what `claim` raises, and then nothing was done."""
+        await asyncio.to_thread(self._open)
+        self._record_start()
         self._perform(LookForCapacity())
         self._spawn(self._tick())
         while self._situation.phase not in FINAL:
@@ -325,6 +344,8 @@ class Driver:
     def _told_of_save(self, what: str, found: Any) -> None:
         if what == "refused":
             shard, reason = found
+            if "LeaseLost" in reason:
+                self._post(Unrecoverable(generation=shard.generation, reason=reason))
             self._record(
                 Record(
                     kind="checkpoint_failed",
@@ -347,23 +368,29 @@ class Driver:
             self._record(Record(kind="checkpoint_removed", step=step, reason="retention"))
         self._post(Committed(step=found.step))
 
-    def _who(self) -> dict[str, Any]:
+    def _record_start(self) -> None:
         context = ray.get_runtime_context()
-        return {
-            "run_id": self._config.run_id,
-            "name": self._config.run_name,
+        url = ray._private.worker.get_dashboard_url() or ""
+        data = {
+            "run_id": self._claim.run_file.run_id,
+            "name": self._claim.run_file.name,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "job_id": context.get_job_id(),
             "node_id": context.get_node_id(),
-            "dashboard_url": ray._private.worker.get_dashboard_url() or "",
+            "dashboard_url": f"http://{url}" if url else "",
+            "lease_epoch": self._claim.lease.epoch,
             "rules": vars(self._config.rules),
         }
+        self._record(Record(kind="run_started", data=data))
+        for change in self._claim.changed:
+            self._record(Record(kind="config_changed", reason=str(change)))
 
     async def _close(self) -> None:
         assert self._ended is not None
         await self._group.on_thread(self._host.stop_group)
         await self._commits.in_order(self._metrics.flush)
         self._ledger.close()
+        await asyncio.to_thread(self._claim.lease.release)
         failed = self._ended.outcome == "failed"
         await self._host.end(TrainingFailed(self._ended.reason) if failed else None)

@@ -52,7 +52,9 @@ class Group:
         *,
         post: Callable[[Event], None],
         spawn: Callable[[Awaitable[None]], None],
+        run_id: str,
     ) -> None:
+        self._run_id = run_id
         self._host = host
         self._post = post
         self._spawn = spawn
@@ -127,6 +129,7 @@ class Group:
         driver = ray.get_runtime_context().current_actor
         told = [
             Membership(
+                run_id=self._run_id,
                 generation=generation,
                 world_rank=member.world_rank,
                 world_size=member.world_size,

@@ -7,7 +7,6 @@ waits for it. The trainer decides nothing about the run.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
 import inspect
@@ -15,8 +14,7 @@ import json
 import logging
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,12 +32,18 @@ from elastic.policy.retention import Retention
 from elastic.policy.saves import SaveInterval
 from elastic.policy.situation import Rules
 from elastic.storage.checkpoints import Catalog
+from elastic.storage.claim import IdentityMismatch, RunSpec
 from elastic.storage.filesystem import Filesystem
+from elastic.storage.format import UnsupportedFormat
+from elastic.storage.lease import LeaseHeld
 from elastic.storage.metrics import current_metrics
-from elastic.storage.run_file import RunFile, create_run_file, load_run_file, update_run_file
+from elastic.storage.run_file import load_run_file
 from elastic.training.membership import TrainingConfig
 
 logger = logging.getLogger("elastic")
+
+# Keys of `train_loop_config` that a resumed run may change freely.
+OPERATIONAL = ("steps", "until", "epochs", "num_workers", "log_every", "eval_every", "save_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +64,11 @@ class ElasticConfig:
     collective_timeout_s: float = 1800.0
     from_scratch: bool = False
     """Start at step 0 although the run has committed checkpoints that cannot be found."""
-    identity: dict[str, Any] = field(default_factory=dict)
-    """Fields that tell this run from another, kept in the run file."""
+    identity: dict[str, Any] | None = None
+    """Fields that must match when the name is used again. None takes all of `train_loop_config`
+    but what is only operational (`steps`, `until` and alike); the seed always counts."""
+    accept_changes: Sequence[str] = ()
+    """Identity fields that may differ this once, from then on with their new value."""
     env_vars: dict[str, str] = field(default_factory=dict)
 
 
@@ -121,12 +128,13 @@ class ElasticTrainer(TorchTrainer):
 
         Raises:
             TrainingFailed: the run failed; the message leads with the first cause and its rank.
+        LeaseHeld: another driver, of this or another cluster, is at this run; names it.
+        IdentityMismatch: the name belongs to a run of another configuration; names the fields.
         """
         filesystem = Filesystem.at(self.run_url)
-        run_file = self._open_run(filesystem)
+        _probe(filesystem)
         training = TrainingConfig(
             run_url=self.run_url,
-            run_id=run_file.run_id,
             config=self.train_loop_config or {},
             seed=self.elastic_config.seed,
             save=self._interval,
@@ -141,8 +149,7 @@ class ElasticTrainer(TorchTrainer):
             self.elastic_config.env_vars,
             driver_config=DriverConfig(
                 run_url=self.run_url,
-                run_id=run_file.run_id,
-                run_name=run_file.name,
+                spec=self._spec(),
                 rules=self._rules,
                 keep=self._keep,
                 resources_per_worker=self.scaling_config._resources_per_worker_not_none,
@@ -152,39 +159,36 @@ class ElasticTrainer(TorchTrainer):
         )
         with _stop_on_signals(driver):
             outcome = _wait(driver, on_status)
-        return self._result(filesystem, run_file, outcome)
+        return self._result(filesystem, outcome)
 
-    def _open_run(self, filesystem: Filesystem) -> RunFile:
-        """The run's file, made now if this is a new run."""
-        _probe(filesystem)
-        found = load_run_file(filesystem)
-        operational = {
-            "num_workers": [self._rules.min_workers, self._rules.max_workers],
-            "save": str(self._interval),
-            "keep": self._keep.keep,
-            "keep_every": self._keep.keep_every,
-        }
-        versions = {name: importlib.metadata.version(name) for name in ("ray", "torch")}
-        if found is not None:
-            return update_run_file(
-                filesystem,
-                dataclasses.replace(found, operational=operational, versions=versions),
-            )
-        return create_run_file(
-            filesystem,
+    def _spec(self) -> RunSpec:
+        """The run as it is asked for, for its run file."""
+        config = _json_able(self.train_loop_config or {})
+        identity = self.elastic_config.identity
+        if identity is None:
+            identity = {key: value for key, value in config.items() if key not in OPERATIONAL}
+        return RunSpec(
             name=str(self.run_config.name),
-            created_s=time.time(),
             seed=self.elastic_config.seed,
-            config=_json_able(self.train_loop_config or {}),
-            identity=_json_able(self.elastic_config.identity),
-            operational=operational,
-            versions=versions,
+            config=config,
+            identity=_json_able(identity),
+            operational={
+                "num_workers": [self._rules.min_workers, self._rules.max_workers],
+                "save": str(self._interval),
+                "keep": self._keep.keep,
+                "keep_every": self._keep.keep_every,
+                **{key: config[key] for key in OPERATIONAL if key in config},
+            },
+            versions={name: importlib.metadata.version(name) for name in ("ray", "torch")},
+            accepted=tuple(self.elastic_config.accept_changes),
         )
 
-    def _result(self, filesystem: Filesystem, run_file: RunFile, outcome: dict[str, Any]) -> Result:
+    def _result(self, filesystem: Filesystem, outcome: dict[str, Any]) -> Result:
         if outcome["outcome"] == "failed":
             rest = f"\n\n{outcome['traceback']}" if outcome["traceback"] else ""
             raise TrainingFailed(f"{outcome['reason']}\nrun directory: {self.run_url}{rest}")
+        run_file = load_run_file(filesystem)
+        assert run_file is not None
         catalog = Catalog(filesystem, run_file.run_id)
         highest = catalog.highest()
         steps = current_metrics(filesystem)
@@ -334,7 +338,12 @@ def _wait(driver: Any, on_status: Callable[[dict[str, Any]], None] | None) -> di
         if on_status is not None:
             with contextlib.suppress(ray.exceptions.GetTimeoutError):
                 on_status(ray.get(driver.status.remote(), timeout=1.0))
-    ray.get(done)
+    try:
+        ray.get(done)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, LeaseHeld | IdentityMismatch | UnsupportedFormat):
+            raise error.cause from None  # nothing was begun: its message says it all
+        raise
     outcome: dict[str, Any] = ray.get(driver.outcome.remote())
     return outcome
 

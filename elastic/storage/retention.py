@@ -9,15 +9,19 @@ from collections.abc import Collection
 
 from elastic.policy.retention import Retention
 from elastic.storage.checkpoints import Catalog
+from elastic.storage.pins import pinned_steps
 
 
 def apply(catalog: Catalog, policy: Retention, protected: Collection[int]) -> list[int]:
     """Steps of the checkpoints that were removed, oldest first; to be called after a commit.
 
     Only complete checkpoints are counted and removed. `protected` steps stay: those a reader holds,
-    and the last one that was verified.
+    and the last one that was verified. So do pinned ones, for ever.
     """
-    removed = policy.to_remove(catalog.complete_steps(), protected)
-    for step in removed:
-        catalog.remove(step)
+    removed = []
+    for step in policy.to_remove(catalog.complete_steps(), protected):
+        # Asked anew each time: a pin may be set while the others are being removed.
+        if step not in pinned_steps(catalog.fs):
+            catalog.remove(step)
+            removed.append(step)
     return removed

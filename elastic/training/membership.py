@@ -12,6 +12,7 @@ from elastic.policy.saves import SaveInterval
 class Membership:
     """A rank's place in one generation, as the driver decided it."""
 
+    run_id: str
     generation: int
     world_rank: int
     world_size: int
@@ -34,7 +35,6 @@ class TrainingConfig:
 
     run_url: str
     """Root of the run directory: an absolute path or a URL."""
-    run_id: str
     config: dict[str, Any] = field(default_factory=dict)
     """The user's own, handed to the training function as `run.config`."""
     seed: int = 0

@@ -82,8 +82,8 @@ class ParquetTokens:
             raise IndexError(f"item {index} is outside 0 .. {len(self) - 1}")
         start = index % len(self) * self.length
         tokens = torch.from_numpy(self.tokens(start, start + self.length + 1))
-        # Two tensors of their own: views of one would both be changed by whoever writes into one.
-        return {"input_ids": tokens[:-1].clone(), "labels": tokens[1:].clone()}
+        # A copy: of two views of one tensor, who writes into the labels changes the input too.
+        return {"input_ids": tokens[:-1], "labels": tokens[1:].clone()}
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens start .. stop - 1 of the whole row, an int64 array of its own."""

@@ -121,6 +121,9 @@ def end_loader_processes(batches: Iterator[Any], patience_s: float = 0.5) -> Non
             shut_down()
     finally:
         timer.cancel()
+    kill()  # those that an exception out of the signal handler kept torch from waiting for
+    for worker in workers:
+        worker.join(patience_s)
 
 
 def _let_go_of_network_sockets() -> None:

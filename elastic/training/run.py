@@ -148,7 +148,7 @@ class Run:
         restored = restore(
             state,
             self._member,
-            catalog=Catalog(Filesystem.at(self._settings.run_url), self._settings.run_id),
+            catalog=Catalog(Filesystem.at(self._settings.run_url), self._member.run_id),
             coordinator=self._coordinator,
             control=self._groups.control,
         )

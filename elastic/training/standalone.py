@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from elastic.policy.retention import Retention
 from elastic.storage.checkpoints import Catalog, FileDigest, TensorInfo
+from elastic.storage.claim import RunSpec, claim
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.metrics import MetricsWriter
@@ -36,6 +37,7 @@ logger = logging.getLogger("elastic")
 def train_standalone(
     train: Callable[[Run], None],
     config: TrainingConfig,
+    spec: RunSpec,
     keep: Retention,
     *,
     world_rank: int,
@@ -47,11 +49,12 @@ def train_standalone(
     """Train from the highest complete checkpoint to the end; the run as it then stands.
 
     Called on every rank, with a store that is new to this start of the group. Raises whatever
-    `train` raises.
+    `train` raises, and on rank 0 what `claim` raises.
     """
-    book = _Book(config, keep) if world_rank == 0 else None
-    generation, resume_step = _told(store, book)
+    book = _Book(config, spec, keep) if world_rank == 0 else None
+    run_id, generation, resume_step = _told(store, book)
     member = Membership(
+        run_id=run_id,
         generation=generation,
         world_rank=world_rank,
         world_size=world_size,
@@ -97,12 +100,12 @@ def train_standalone(
     return run
 
 
-def _told(store: dist.Store, book: _Book | None) -> tuple[int, int | None]:
-    """Generation and step to resume: rank 0 decides, the others are told."""
+def _told(store: dist.Store, book: _Book | None) -> tuple[str, int, int | None]:
+    """The run's id, generation and step to resume: rank 0 decides, the others are told."""
     if book is not None:
         store.set("elastic/start", json.dumps(book.choose()))
-    generation, step = json.loads(store.get("elastic/start"))
-    return int(generation), None if step is None else int(step)
+    run_id, generation, step = json.loads(store.get("elastic/start"))
+    return str(run_id), int(generation), None if step is None else int(step)
 
 
 class StoreCoordinator:
@@ -157,12 +160,13 @@ def _shard(text: bytes) -> Shard:
 class _Book:
     """Ledger, metrics and catalog of the run, in rank 0's hands."""
 
-    def __init__(self, config: TrainingConfig, keep: Retention) -> None:
+    def __init__(self, config: TrainingConfig, spec: RunSpec, keep: Retention) -> None:
         filesystem = Filesystem.at(config.run_url)
+        self._claim = claim(filesystem, spec, "torchrun")
         self._past = read_ledger(filesystem)
         self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])
         self._metrics = MetricsWriter(filesystem)
-        self._catalog = Catalog(filesystem, config.run_id)
+        self._catalog = Catalog(filesystem, self._claim.run_file.run_id)
         self._keep = keep
         self._lock = threading.Lock()
         self._generation = max((event.generation for event in self._past), default=-1) + 1
@@ -170,7 +174,7 @@ class _Book:
         self._resumed: int | None = None
         self._protected: set[int] = set()
 
-    def choose(self) -> tuple[int, int | None]:
+    def choose(self) -> tuple[str, int, int | None]:
         self._catalog.sweep(self._generation)
         found = self._catalog.highest()
         self._resumed = None if found is None else found.step
@@ -181,7 +185,7 @@ class _Book:
                 "is complete now: restore them, or use another name"
             )
         self._protected = set() if found is None else {found.step}
-        return self._generation, self._resumed
+        return self._claim.run_file.run_id, self._generation, self._resumed
 
     def begin(self, generation: int, world_size: int) -> None:
         self._world_size = world_size
@@ -210,6 +214,7 @@ class _Book:
             self._record("checkpoint_failed", step=step, reason=failures[0])
             return CommitResult(committed=False, reason=failures[0])
         try:
+            self._claim.lease.check()
             with self._lock:
                 self._metrics.flush()
             done = publish(self._catalog, shards, self._keep, self._protected)
@@ -239,6 +244,7 @@ class _Book:
             self._metrics.flush()
         self._record(f"run_{outcome}", step=step, reason=reason)
         self._ledger.close()
+        self._claim.lease.release()
 
     def _record(
         self, kind: str, *, step: int = -1, reason: str = "", data: Mapping[str, Any] | None = None

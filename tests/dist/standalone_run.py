@@ -20,7 +20,8 @@ from elastic.policy.saves import SaveInterval
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.metrics import current_metrics
-from elastic.storage.run_file import create_run_file, load_run_file
+from elastic.storage.claim import RunSpec
+from elastic.storage.run_file import load_run_file
 from elastic.training import process_group
 from elastic.training.membership import TrainingConfig
 from elastic.training.run import Run
@@ -64,12 +65,8 @@ class Recipe:
 
 
 def config_of(recipe: Recipe) -> TrainingConfig:
-    filesystem = Filesystem.at(recipe.root)
-    run_file = load_run_file(filesystem)
-    assert run_file is not None
     return TrainingConfig(
         run_url=recipe.root,
-        run_id=run_file.run_id,
         config={"recipe": recipe},
         save=SaveInterval(steps=recipe.save_every),
         save_behind=recipe.behind,
@@ -79,18 +76,6 @@ def config_of(recipe: Recipe) -> TrainingConfig:
 
 def run(world_size: int, recipe: Recipe, **options: Any) -> list[dict[str, Any]]:
     """By rank: where it resumed, where it ended, and the sample indices it saw by step."""
-    filesystem = Filesystem.at(recipe.root)
-    if load_run_file(filesystem) is None:
-        create_run_file(
-            filesystem,
-            name="small",
-            created_s=time.time(),
-            seed=0,
-            config={},
-            identity={},
-            operational={},
-            versions={},
-        )
     return run_ranks(_rank, world_size, recipe, **options)
 
 
@@ -119,6 +104,7 @@ def _rank(rank: int, world_size: int, recipe: Recipe) -> dict[str, Any]:
     ended = train_standalone(
         train,
         config_of(recipe),
+        RunSpec(name="small", seed=0),
         Retention(keep=recipe.keep),
         world_rank=rank,
         world_size=world_size,

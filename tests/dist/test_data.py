@@ -498,7 +498,7 @@ kept_in_a_cycle.append(kept_in_a_cycle)
 
 def test_a_process_with_an_open_loader_can_exit() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT], timeout=30, capture_output=True, text=True, check=True
+        [sys.executable, "-c", AT_EXIT], timeout=60, capture_output=True, text=True, check=True
     )
     assert "Error" not in done.stderr
 

@@ -1,0 +1,137 @@
+"""Claiming a run: the lease first, then the run file, made or found to be of the same run.
+
+Identity fields must match, or be accepted by name; operational ones change freely. Must not import
+ray or torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.lease import Lease, acquire
+from elastic.storage.run_file import (
+    RUN_FILE,
+    Difference,
+    RunFile,
+    create_run_file,
+    differences,
+    load_run_file,
+    update_run_file,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """A run as it was asked for; the mappings hold JSON values."""
+
+    name: str
+    seed: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    operational: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    accepted: Sequence[str] = ()
+    """Identity fields that may differ from those the run was begun with; a field stands for all
+    below it."""
+
+    def identity_fields(self) -> dict[str, Any]:
+        """The identity, the seed among it."""
+        return {**self.identity, "seed": self.seed}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A run that this process may write to. `changed` tells what differs from the last time."""
+
+    lease: Lease
+    run_file: RunFile
+    is_new: bool
+    changed: list[Difference]
+
+
+class IdentityMismatch(Exception):
+    """The name belongs to a run of another model, data, seed or alike; nothing was changed."""
+
+    def __init__(self, url: str, differing: Sequence[str]) -> None:
+        super().__init__(url, list(differing))
+        self.url = url
+        self.differing = list(differing)
+
+    def __str__(self) -> str:
+        return (
+            f"the run {self.url} was begun with another configuration: "
+            f"{'; '.join(self.differing)}. Use another name for a new run, or accept a change "
+            "by its field (--accept-change FIELD)"
+        )
+
+
+def claim(fs: Filesystem, spec: RunSpec, what: str) -> Claim:
+    """The lease on the run at `fs`, and its file as it now is.
+
+    `what` tells people about this owner. Raises:
+        LeaseHeld: another driver is at it.
+        IdentityMismatch: an identity field differs and was not accepted.
+        UnsupportedFormat, ValueError: the run file is of a newer format, or garbled.
+    """
+    lease = acquire(fs, what)
+    try:
+        return _open(fs, spec, lease)
+    except BaseException:
+        lease.release()
+        raise
+
+
+def _open(fs: Filesystem, spec: RunSpec, lease: Lease) -> Claim:
+    found = load_run_file(fs)
+    if found is None:
+        _refuse_orphans(fs)
+        made = create_run_file(
+            fs,
+            name=spec.name,
+            created_s=time.time(),
+            seed=spec.seed,
+            config=spec.config,
+            identity=spec.identity_fields(),
+            operational=spec.operational,
+            versions=spec.versions,
+        )
+        return Claim(lease=lease, run_file=made, is_new=True, changed=[])
+    differing = differences(found.identity, spec.identity_fields())
+    refused = [str(one) for one in differing if not _is_accepted(one.field, spec.accepted)]
+    if refused:
+        raise IdentityMismatch(fs.url, refused)
+    others = differences(found.operational, spec.operational)
+    others += differences(found.versions, spec.versions)
+    updated = dataclasses.replace(
+        found,
+        seed=spec.seed,
+        config=dict(spec.config),
+        identity=spec.identity_fields(),
+        operational=dict(spec.operational),
+        versions=dict(spec.versions),
+    )
+    return Claim(
+        lease=lease,
+        run_file=update_run_file(fs, updated),
+        is_new=False,
+        changed=differing + others,
+    )
+
+
+def _refuse_orphans(fs: Filesystem) -> None:
+    """A lost run file must not make the checkpoints beside it somebody else's, and start at 0."""
+    left = [name for name in ("checkpoints", "ledger", "metrics") if fs.list(name)]
+    if left:
+        raise ValueError(
+            f"{fs.url} holds {', '.join(left)} of a run but no {RUN_FILE}, which says whose they "
+            "are: bring it back from a copy, or use another name"
+        )
+
+
+def _is_accepted(name: str, accepted: Sequence[str]) -> bool:
+    return any(name == field or name.startswith(f"{field}.") for field in accepted)
