@@ -8,6 +8,7 @@ replaced by ours; its placement groups, worker actors, callbacks and results are
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -142,7 +143,7 @@ class _Group(WorkerGroup):
         ranked: list[Worker] = WorkerGroup._assign_worker_ranks(
             workers, starting_world_rank, world_size, replica_group_size
         )
-        return ranked
+        return _local_ranks_by_node(ranked)
 
     def shutdown(self) -> None:
         """End the workers at once: Ray's own waits up to 5 s for hooks that hung workers miss."""
@@ -162,6 +163,23 @@ class _Group(WorkerGroup):
         # A pending call fails when its process is gone, so that no old rank is left to step.
         if watches:
             ray.wait(watches, num_returns=len(watches), timeout=_KILL_CONFIRM_S)
+
+
+def _local_ranks_by_node(workers: list[Worker]) -> list[Worker]:
+    """The workers with local ranks counted per node, as devices are given out.
+
+    Ray Train counts them per address, which is wrong where several nodes share one.
+    """
+    node_ids = list(dict.fromkeys(worker.metadata.node_id for worker in workers))
+    for worker in workers:
+        peers = [one for one in workers if one.metadata.node_id == worker.metadata.node_id]
+        worker.distributed_context = dataclasses.replace(
+            worker.distributed_context,
+            local_rank=peers.index(worker),
+            local_world_size=len(peers),
+            node_rank=node_ids.index(worker.metadata.node_id),
+        )
+    return workers
 
 
 class Controller(TrainController):
