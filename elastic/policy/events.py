@@ -56,6 +56,13 @@ class GroupStartFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReformFailed(Event):
+    """The survivors did not all join the new generation in time; their processes still run."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupStopped(Event):
     """No process of the generation runs any more and its resources are free."""
 
@@ -121,6 +128,13 @@ class StopRequested(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SaveRequested(Event):
+    """Somebody asked the run for a checkpoint now."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tick(Event):
     """Nothing but the time has changed."""
 
@@ -147,6 +161,14 @@ class StartGroup(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reform(Command):
+    """Make a new generation of the processes that are alive, without ending any."""
+
+    generation: int
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopGroup(Command):
     """End every process of the generation, at once."""
 
@@ -159,6 +181,13 @@ class OrderLeave(Command):
 
     generation: int
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderSave(Command):
+    """Have all ranks save at the next agreed step, and go on."""
+
+    generation: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,9 +69,7 @@ class Forecast:
         return self.blocking, self.asynchronous
 
 
-def forecast(
-    size: CheckpointSize, *, num_gpus: int, mtbf_s: float, machine: Machine
-) -> Forecast:
+def forecast(size: CheckpointSize, *, num_gpus: int, mtbf_s: float, machine: Machine) -> Forecast:
     """What saving a checkpoint of that size costs on `num_gpus` GPUs that fail each `mtbf_s`.
 
     One rank per GPU, every tensor split evenly over all of them. A blocking save stalls for the
@@ -94,9 +92,7 @@ def forecast(
         per_rank_bytes=per_rank_bytes,
         host_bytes_per_node=per_rank_bytes * min(num_gpus, machine.gpus_per_node),
         blocking=_plan(BLOCKING, SaveCosts(stall_s=transfer_s, **common)),
-        asynchronous=_plan(
-            ASYNCHRONOUS, SaveCosts(stall_s=copy_s, write_s=transfer_s, **common)
-        ),
+        asynchronous=_plan(ASYNCHRONOUS, SaveCosts(stall_s=copy_s, write_s=transfer_s, **common)),
     )
 
 

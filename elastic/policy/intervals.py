@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from elastic.policy.durations import told
 
-FORMULA = "T = C + sqrt(2 (M + R + D + W) C + C^2), not below W"
+FORMULA = "T = C + sqrt(2 (M + R + D + W) C + C^2), not below C + W"
 OVERHEAD_FORMULA = "C/T + (T/2 + W + D + R) / M"
 SOURCE = "Saxena et al. 2024, arXiv 2410.18124; for C, R << M it is Young's sqrt(2 M C)"
 
@@ -61,9 +61,13 @@ class SaveCosts:
         """Work lost with one failure, on average: T/2 + W.
 
         Failures come at any moment of the period alike, and until a save is written the one
-        before it is the last that counts (Vaidya 1997). Holds for W <= T.
+        before it is the last that counts (Vaidya 1997). First order in C/T; holds for C + W <= T.
         """
         return interval_s / 2 + self.write_s
+
+    def save_s(self) -> float:
+        """How long one save takes from its start until it is written: C + W."""
+        return self.stall_s + self.write_s
 
     def down_s(self) -> float:
         """How long one failure keeps the run from working: D + R."""
@@ -95,7 +99,7 @@ class Interval:
 
     seconds: float
     formula_s: float
-    """What the formula alone says; less than `seconds` where the write time holds it up."""
+    """What the formula alone says; less than `seconds` where writing takes longer than that."""
     why: str
 
     @property
@@ -104,17 +108,17 @@ class Interval:
 
 
 def best_interval(costs: SaveCosts) -> Interval:
-    """The period that loses the least time, never below the write time: saves must not overlap.
+    """The period that loses the least time, never below C + W: one save is written at a time.
 
-    It minimises `lost_share` over the periods of at least W exactly: that function falls until the
-    formula's T and rises after it. `doubts` tells where the model behind it no longer holds.
+    It minimises `lost_share` exactly over those periods: that function falls until the formula's T
+    and rises after it. `doubts` tells where the model behind it no longer holds.
     """
     recovery_s = costs.down_s() + costs.write_s
     formula_s = available_interval_s(costs.mtbf_s, costs.stall_s, recovery_s)
-    seconds = max(formula_s, costs.write_s)
+    seconds = max(formula_s, costs.save_s())
     why = f"every {told(seconds)}: stall {told(costs.stall_s)}, MTBF {told(costs.mtbf_s)}"
     if seconds > formula_s:
-        why += f"; held up by the {told(costs.write_s)} that a save takes to write"
+        why += f"; the formula says {told(formula_s)}, and a save takes {told(costs.save_s())}"
     return Interval(seconds=seconds, formula_s=formula_s, why=why)
 
 

@@ -14,6 +14,7 @@ class Phase(StrEnum):
     LOOKING = "LOOKING"
     WAITING = "WAITING"
     STARTING = "STARTING"
+    REFORMING = "REFORMING"
     RUNNING = "RUNNING"
     GATHERING = "GATHERING"
     LEAVING = "LEAVING"
@@ -53,6 +54,8 @@ class Rules:
     """How long victims' errors wait for the word of the rank at fault."""
     leave_s: float = 600.0
     """How long an ordered save and leave may take."""
+    warm: bool = False
+    """Survivors of a death keep their processes; without, every failure starts all anew."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers:
@@ -87,6 +90,8 @@ class Situation:
     finished: frozenset[int] = frozenset()
     then: Then = Then.RESTART
     stop_reason: str = ""
+    save_asked_at: int | None = None
+    """The step at which somebody asked for a save, until one above it is committed."""
     reason: str = ""
     error: RankError | None = None
     num_user_errors: int = 0

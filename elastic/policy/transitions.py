@@ -22,12 +22,16 @@ from elastic.policy.events import (
     GroupStopped,
     LookForCapacity,
     OrderLeave,
+    OrderSave,
     Progressed,
     RankError,
     RankFailed,
     RankFinished,
     RankLeft,
     Record,
+    Reform,
+    ReformFailed,
+    SaveRequested,
     StartGroup,
     StopGroup,
     StopRequested,
@@ -154,11 +158,19 @@ def _started(rules: Rules, now: Situation, event: Event, time_s: float) -> Decis
         ceiling=None,
         reason=reason,
     )
-    if now.errors or now.deaths:
+    if now.deaths or any(not error.is_victim for error in now.errors):
         return _fail(rules, new, time_s)
+    if now.errors:
+        return Decision(situation=replace(new, phase=Phase.GATHERING))
+    if new.finished | new.left and len(new.finished | new.left) >= new.world_size:
+        return _all_done(new, time_s)
     if now.stop_reason:
         return _leave(new, Then.STOP, now.stop_reason, time_s)
-    return Decision(situation=new, reason=reason)
+    if now.save_asked_at is None:
+        return Decision(situation=new, reason=reason)
+    # The group that was asked is gone; of this one any save will do.
+    owed = replace(new, save_asked_at=-1)
+    return Decision(situation=owed, commands=(OrderSave(generation=now.generation),), reason=reason)
 
 
 def _died_early(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
@@ -166,6 +178,45 @@ def _died_early(rules: Rules, now: Situation, event: Event, time_s: float) -> De
     assert isinstance(event, WorkerDied)
     return Decision(
         situation=replace(now, deaths=(*now.deaths, event)), commands=(_record_death(now, event),)
+    )
+
+
+def _done_early(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """Word of a rank's end that overtakes the word that the group stands."""
+    assert isinstance(event, RankFinished | RankLeft)
+    return Decision(situation=_with_done(now, event))
+
+
+def _failed_early(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, RankFailed)
+    new = replace(now, errors=(*now.errors, event.error))
+    return Decision(situation=new, commands=(_record_error(event),))
+
+
+def _died_reforming(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """One more death while the survivors re-form: they do so again without it, if they can."""
+    assert isinstance(event, WorkerDied)
+    record = _record_death(now, event)
+    reason = f"{now.reason}; then {headline(event, ())}"
+    new = replace(now, reason=reason, since_s=time_s)
+    if now.world_size - 1 >= rules.min_workers and not now.stop_reason:
+        return _reform(new, now.world_size - 1, time_s, before=(record,))
+    new = replace(new, phase=Phase.STOPPING, then=Then.STOP if now.stop_reason else Then.RESTART)
+    return Decision(
+        situation=new, commands=(record, StopGroup(generation=now.generation)), reason=reason
+    )
+
+
+def _reform_failed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """The safety net: end what did not come along, and start anew at the size that is there."""
+    assert isinstance(event, ReformFailed)
+    then = Then.STOP if now.stop_reason else Then.RESTART
+    new = replace(now, phase=Phase.STOPPING, since_s=time_s, then=then, reason=event.reason)
+    record = Record(kind="reform_failed", generation=now.generation, reason=event.reason)
+    return Decision(
+        situation=new,
+        commands=(record, StopGroup(generation=now.generation)),
+        reason=event.reason,
     )
 
 
@@ -244,6 +295,17 @@ def _stop_now(rules: Rules, now: Situation, event: Event, time_s: float) -> Deci
     return _end(now, "stopped", event.reason, time_s)
 
 
+def _save_running(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    later = _save_later(rules, now, event, time_s)
+    return replace(later, commands=(OrderSave(generation=now.generation),))
+
+
+def _save_later(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """A save asked for while no group trains: the next one is told, if none came before."""
+    assert isinstance(event, SaveRequested)
+    return Decision(situation=replace(now, save_asked_at=now.step))
+
+
 def _died(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     assert isinstance(event, WorkerDied)
     new = replace(now, deaths=(*now.deaths, event))
@@ -318,16 +380,55 @@ def _fail(
         new = replace(new, then=Then.STOP)
     if gave_up:
         new = replace(new, then=Then.FAIL, reason=gave_up)
+    survivors = now.world_size - len({death.world_rank for death in now.deaths})
+    warm = (
+        rules.warm
+        and new.then is Then.RESTART
+        and isinstance(cause, WorkerDied)
+        and survivors >= rules.min_workers
+    )
     record = Record(
         kind="failure_decided",
         generation=now.generation,
         world_rank=-1 if cause is None else cause.world_rank,
         step=now.step,
         reason=new.reason,
-        data={"cause": _cause_name(cause), "then": str(new.then), "cause_text": reason},
+        data={
+            "cause": _cause_name(cause),
+            "then": str(new.then),
+            "cause_text": reason,
+            "recovery": "warm" if warm else "cold",
+        },
     )
+    if warm:
+        return _reform(new, survivors, time_s, before=(*before, record))
     commands = (*before, record, StopGroup(generation=now.generation))
     return Decision(situation=new, commands=commands, reason=new.reason)
+
+
+def _reform(now: Situation, size: int, time_s: float, before: tuple[Command, ...]) -> Decision:
+    """A new generation of the processes that are left."""
+    generation = now.generation + 1
+    new = replace(
+        now,
+        phase=Phase.REFORMING,
+        generation=generation,
+        world_size=size,
+        since_s=time_s,
+        errors=(),
+        deaths=(),
+        left=frozenset(),
+        finished=frozenset(),
+        error=None,
+    )
+    planned = Record(
+        kind="generation_planned",
+        generation=generation,
+        reason=f"re-forming the {size} workers that are left as generation {generation}",
+        data={"world_size": size},
+    )
+    commands = (*before, planned, Reform(generation=generation, world_size=size))
+    return Decision(situation=new, commands=commands, reason=now.reason)
 
 
 def _cause_name(cause: RankError | WorkerDied | None) -> str:
@@ -356,17 +457,24 @@ def _unrecoverable(rules: Rules, now: Situation, event: Event, time_s: float) ->
 def _rank_done(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     """A rank has finished or has left; when all have, the group is ended."""
     assert isinstance(event, RankFinished | RankLeft)
-    new = replace(now, step=max(now.step, event.step))
-    if isinstance(event, RankFinished):
-        new = replace(new, finished=now.finished | {event.world_rank})
-    else:
-        new = replace(new, left=now.left | {event.world_rank})
+    new = _with_done(now, event)
     if len(new.finished | new.left) < now.world_size:
         return Decision(situation=new)
-    then = Then.FINISH if new.finished else new.then
-    reason = f"all ranks finished at step {new.step}" if new.finished else new.reason
-    new = replace(new, phase=Phase.STOPPING, since_s=time_s, then=then, reason=reason)
-    ended = Record(kind="generation_ended", generation=now.generation, step=new.step, reason=reason)
+    return _all_done(new, time_s)
+
+
+def _with_done(now: Situation, event: RankFinished | RankLeft) -> Situation:
+    new = replace(now, step=max(now.step, event.step))
+    if isinstance(event, RankFinished):
+        return replace(new, finished=now.finished | {event.world_rank})
+    return replace(new, left=now.left | {event.world_rank})
+
+
+def _all_done(now: Situation, time_s: float) -> Decision:
+    then = Then.FINISH if now.finished else now.then
+    reason = f"all ranks finished at step {now.step}" if now.finished else now.reason
+    new = replace(now, phase=Phase.STOPPING, since_s=time_s, then=then, reason=reason)
+    ended = Record(kind="generation_ended", generation=now.generation, step=now.step, reason=reason)
     return Decision(
         situation=new, commands=(ended, StopGroup(generation=now.generation)), reason=reason
     )
@@ -419,7 +527,12 @@ def _progressed(rules: Rules, now: Situation, event: Event, time_s: float) -> De
 
 def _committed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     assert isinstance(event, Committed)
-    return Decision(situation=replace(now, committed_step=max(now.committed_step, event.step)))
+    new = replace(now, committed_step=max(now.committed_step, event.step))
+    # Without a group it is a checkpoint that was found, not one that was made.
+    is_made = now.phase in (Phase.RUNNING, Phase.GATHERING, Phase.LEAVING, Phase.STOPPING)
+    if is_made and now.save_asked_at is not None and event.step > now.save_asked_at:
+        new = replace(new, save_asked_at=None)
+    return Decision(situation=new)
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -429,6 +542,7 @@ EVENTS = (
     GroupStarted,
     GroupStartFailed,
     GroupStopped,
+    ReformFailed,
     WorkerDied,
     RankFailed,
     RankLeft,
@@ -437,6 +551,7 @@ EVENTS = (
     Committed,
     Unrecoverable,
     StopRequested,
+    SaveRequested,
     Tick,
 )
 
@@ -450,10 +565,12 @@ _LATE: dict[type[Event], Handler] = {
     Progressed: _ignore,
     Committed: _committed,
     Unrecoverable: _ignore,
+    SaveRequested: _save_later,
     Tick: _ignore,
 }
 _NO_GROUP: dict[type[Event], Handler] = {
     **_LATE,
+    ReformFailed: _illegal,
     GroupStarted: _illegal,
     GroupStartFailed: _illegal,
     GroupStopped: _illegal,
@@ -466,6 +583,7 @@ _GROUP: dict[type[Event], Handler] = {
     GroupStarted: _illegal,
     GroupStartFailed: _illegal,
     GroupStopped: _illegal,
+    ReformFailed: _illegal,
     WorkerDied: _died,
     RankFailed: _rank_failed,
     RankLeft: _rank_done,
@@ -474,6 +592,7 @@ _GROUP: dict[type[Event], Handler] = {
     Committed: _committed,
     Unrecoverable: _unrecoverable,
     StopRequested: _stop_anyway,
+    SaveRequested: _save_later,
     Tick: _ignore,
 }
 
@@ -487,9 +606,27 @@ _ROWS: dict[Phase, dict[type[Event], Handler]] = {
         GroupStarted: _started,
         GroupStartFailed: _start_failed,
         GroupStopped: _illegal,
+        ReformFailed: _illegal,
         StopRequested: _stop_later,
     },
-    Phase.RUNNING: {**_GROUP, CapacitySeen: _grow_or_not, StopRequested: _stop_running},
+    # The ranks join before the group is known to stand, so that their words may come first.
+    Phase.REFORMING: {
+        **_GROUP,
+        CapacitySeen: _ignore,
+        GroupStarted: _started,
+        ReformFailed: _reform_failed,
+        WorkerDied: _died_reforming,
+        RankFailed: _failed_early,
+        RankLeft: _done_early,
+        RankFinished: _done_early,
+        StopRequested: _stop_later,
+    },
+    Phase.RUNNING: {
+        **_GROUP,
+        CapacitySeen: _grow_or_not,
+        StopRequested: _stop_running,
+        SaveRequested: _save_running,
+    },
     Phase.GATHERING: {**_GROUP, Tick: _gathered},
     Phase.LEAVING: {**_GROUP, Tick: _leave_overdue},
     Phase.STOPPING: {
@@ -497,6 +634,8 @@ _ROWS: dict[Phase, dict[type[Event], Handler]] = {
         GroupStarted: _illegal,
         GroupStartFailed: _illegal,
         GroupStopped: _stopped,
+        # Its time was up just as a death had ended the attempt.
+        ReformFailed: _ignore,
         StopRequested: _stop_anyway,
     },
     **{phase: dict.fromkeys(EVENTS, _ignore) for phase in FINAL},

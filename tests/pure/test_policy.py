@@ -14,7 +14,9 @@ from elastic.policy.transitions import EVENTS, TABLE, IllegalEvent, decide
 
 ILLEGAL = TABLE[Phase.LOOKING, e.GroupStopped]
 
-RULES = Rules(min_workers=2, max_workers=4, grow_interval_s=10.0)
+COLD = Rules(min_workers=2, max_workers=4, grow_interval_s=10.0, warm=False)
+WARM = dataclasses.replace(COLD, warm=True)
+RULES = COLD
 
 
 def error(rank: int, name: str = "ValueError", text: str = "boom", victim: bool = False):
@@ -26,6 +28,7 @@ SAMPLES: dict[type[e.Event], e.Event] = {
     e.GroupStarted: e.GroupStarted(generation=4, world_size=3),
     e.GroupStartFailed: e.GroupStartFailed(generation=4, reason="gone", is_capacity=True),
     e.GroupStopped: e.GroupStopped(generation=4),
+    e.ReformFailed: e.ReformFailed(generation=4, reason="rank 1 did not come out"),
     e.WorkerDied: e.WorkerDied(generation=4, world_rank=1, node_lost=False, detail="killed"),
     e.RankFailed: e.RankFailed(generation=4, error=error(2)),
     e.RankLeft: e.RankLeft(generation=4, world_rank=0, step=7),
@@ -34,6 +37,7 @@ SAMPLES: dict[type[e.Event], e.Event] = {
     e.Committed: e.Committed(step=6),
     e.Unrecoverable: e.Unrecoverable(generation=4, reason="no sound checkpoint"),
     e.StopRequested: e.StopRequested(reason="asked"),
+    e.SaveRequested: e.SaveRequested(reason="asked"),
     e.Tick: e.Tick(),
 }
 
@@ -75,7 +79,7 @@ def test_table_is_total():
 def test_every_pair_answers_or_says_it_is_illegal(phase: Phase, event: type[e.Event]):
     before = Situation(phase=phase, generation=4, world_size=3)
     if TABLE[phase, event] is ILLEGAL:
-        assert event in (e.GroupStarted, e.GroupStartFailed, e.GroupStopped)
+        assert event in (e.GroupStarted, e.GroupStartFailed, e.GroupStopped, e.ReformFailed)
         with pytest.raises(IllegalEvent, match=f"{event.__name__}.*{phase.value}"):
             decide(RULES, before, SAMPLES[event], 1.0)
         return
@@ -234,7 +238,7 @@ def test_a_stop_ends_the_run_from_every_phase(phase: Phase):
     drive = Drive()
     drive.now = Situation(phase=phase, generation=0, world_size=2)
     drive(e.StopRequested(reason="asked"))
-    if drive.now.phase is Phase.STARTING:
+    if drive.now.phase in (Phase.STARTING, Phase.REFORMING):
         drive(e.GroupStarted(generation=0, world_size=2))
     if drive.now.phase is Phase.GATHERING:
         drive(e.Tick(), after_s=60.0)
@@ -245,48 +249,113 @@ def test_a_stop_ends_the_run_from_every_phase(phase: Phase):
     assert drive.now.phase is (phase if phase in FINAL else Phase.STOPPED)
 
 
+class TestWarm:
+    def died(self, generation: int, rank: int, *, node_lost: bool = False) -> e.WorkerDied:
+        return e.WorkerDied(
+            generation=generation, world_rank=rank, node_lost=node_lost, detail="killed"
+        )
+
+    def test_survivors_keep_their_processes(self):
+        drive = Drive(WARM).running(4)
+        assert drive(self.died(0, 0))[-1] == e.Reform(generation=1, world_size=3)
+        assert drive.now.phase is Phase.REFORMING
+        drive(e.GroupStarted(generation=1, world_size=3))
+        assert drive.now.phase is Phase.RUNNING and drive.now.world_size == 3
+
+    def test_another_death_meanwhile_makes_another_generation(self):
+        drive = Drive(WARM).running(4)
+        drive(self.died(0, 0))
+        assert drive(self.died(1, 2))[-1] == e.Reform(generation=2, world_size=2)
+        assert drive(self.died(0, 3)) == []  # word of a group that is no more
+        assert drive(self.died(2, 1))[-1] == e.StopGroup(generation=2)  # below the minimum
+        assert drive.now.then is Then.RESTART
+
+    def test_too_few_left_go_cold(self):
+        drive = Drive(WARM).running(2)
+        assert drive(self.died(0, 1))[-1] == e.StopGroup(generation=0)
+
+    def test_exceptions_go_cold(self):
+        drive = Drive(dataclasses.replace(WARM, max_failures=3)).running(4)
+        drive(e.RankFailed(generation=0, error=error(1)))
+        assert drive.commands[-1] == e.StopGroup(generation=0)
+
+    def test_a_reform_that_fails_goes_cold_and_says_why(self):
+        drive = Drive(WARM).running(4)
+        drive(self.died(0, 0))
+        failed = e.ReformFailed(generation=1, reason="rank 2 did not join within 10 s")
+        assert drive(failed)[-1] == e.StopGroup(generation=1)
+        assert "did not join" in drive.now.reason and "reform_failed" in drive.kinds()
+        drive(e.GroupStopped(generation=1))
+        assert drive(e.CapacitySeen(num_workers=4))[-1] == e.StartGroup(generation=2, world_size=4)
+
+    def test_words_that_come_before_the_group_stands(self):
+        drive = Drive(WARM).running(3)
+        drive(self.died(0, 0))
+        drive(*[e.RankFinished(generation=1, world_rank=rank, step=9) for rank in range(2)])
+        assert drive(e.GroupStarted(generation=1, world_size=2))[-1] == e.StopGroup(generation=1)
+        assert drive.now.then is Then.FINISH
+
+    def test_deaths_without_progress_still_end_the_run(self):
+        rules = dataclasses.replace(WARM, min_workers=1, max_failures_without_progress=2)
+        drive = Drive(rules).running(4)
+        for generation in range(2):
+            drive(self.died(generation, 0))
+            drive(e.GroupStarted(generation=generation + 1, world_size=3 - generation))
+        drive(self.died(2, 0))
+        drive(e.GroupStopped(generation=2))
+        assert drive.now.phase is Phase.FAILED
+
+
+@pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("seed", range(200))
-def test_random_histories_stay_sane(seed: int):
+def test_random_histories_stay_sane(seed: int, warm: bool):
     """Two groups never overlap, generations never repeat, and nothing follows a final state."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    drive = Drive(dataclasses.replace(RULES, max_failures=3))
-    started: list[int] = []
+    drive = Drive(dataclasses.replace(RULES, max_failures=3, warm=warm))
+    begun: list[int] = []
     alive: int | None = None
     for _ in range(120):
-        generation = drive.now.generation
-        if drive.now.phase is Phase.STARTING and rng.random() < 0.5:
-            event: e.Event = rng.choice(
-                [
-                    e.GroupStarted(generation=generation, world_size=drive.now.world_size),
-                    e.GroupStartFailed(
-                        generation=generation, reason="x", is_capacity=rng.random() < 0.5
-                    ),
-                ]
-            )
-            if isinstance(event, e.GroupStartFailed):
-                alive = None
-        elif drive.now.phase is Phase.STOPPING and rng.random() < 0.5:
-            event, alive = e.GroupStopped(generation=generation), None
-        else:
-            kind = rng.choice([k for k in EVENTS if not k.__name__.startswith("GroupS")])
-            event = SAMPLES[kind]
-            if event.generation != -1:
-                event = dataclasses.replace(event, generation=generation)
-            if kind is e.StopRequested and rng.random() < 0.9:
-                continue
+        event = next_event(rng, drive.now)
+        if event is None:
+            continue
+        if isinstance(event, e.GroupStartFailed | e.GroupStopped):
+            alive = None
         was_final = drive.now.phase in FINAL
         for command in drive(event, after_s=rng.random() * 3):
             assert not was_final
-            if isinstance(command, e.StartGroup):
-                assert alive is None and command.generation not in started
+            if isinstance(command, e.StartGroup | e.Reform):
+                assert (alive is None) == isinstance(command, e.StartGroup)
+                assert command.generation not in begun
                 assert RULES.min_workers <= command.world_size <= RULES.max_workers
-                started.append(command.generation)
+                begun.append(command.generation)
                 alive = command.generation
             if isinstance(command, e.StopGroup):
                 assert command.generation == alive
             if isinstance(command, e.End):
                 assert drive.now.phase in FINAL and alive is None
+
+
+def next_event(rng: random.Random, now: Situation) -> e.Event | None:
+    """Something that could happen now."""
+    generation = now.generation
+    started = e.GroupStarted(generation=generation, world_size=now.world_size)
+    if now.phase is Phase.STARTING and rng.random() < 0.5:
+        is_capacity = rng.random() < 0.5
+        failed = e.GroupStartFailed(generation=generation, reason="x", is_capacity=is_capacity)
+        return rng.choice([started, failed])
+    if now.phase is Phase.REFORMING and rng.random() < 0.5:
+        return rng.choice([started, e.ReformFailed(generation=generation, reason="x")])
+    if now.phase is Phase.STOPPING and rng.random() < 0.5:
+        return e.GroupStopped(generation=generation)
+    illegal = (e.GroupStarted, e.GroupStartFailed, e.GroupStopped, e.ReformFailed)
+    kind = rng.choice([kind for kind in EVENTS if kind not in illegal])
+    if kind is e.StopRequested and rng.random() < 0.9:
+        return None
+    event = SAMPLES[kind]
+    if event.generation != -1:
+        event = dataclasses.replace(event, generation=generation)
+    return event
 
 
 @pytest.mark.parametrize(
