@@ -13,15 +13,24 @@ if TYPE_CHECKING:
     from elastic.cluster.driver import TrainingFailed
     from elastic.cluster.trainer import ElasticConfig, ElasticTrainer
     from elastic.training.run import Run
+    from elastic.training.torchrun import run_standalone
 
 __version__ = "0.1.0"
-__all__ = ["ElasticConfig", "ElasticTrainer", "Run", "TrainingFailed", "__version__"]
+__all__ = [
+    "ElasticConfig",
+    "ElasticTrainer",
+    "Run",
+    "TrainingFailed",
+    "__version__",
+    "run_standalone",
+]
 
 _HOMES = {
     "ElasticConfig": "elastic.cluster.trainer",
     "ElasticTrainer": "elastic.cluster.trainer",
     "Run": "elastic.training.run",
     "TrainingFailed": "elastic.cluster.driver",
+    "run_standalone": "elastic.training.torchrun",
 }
 
 

@@ -18,6 +18,8 @@ from elastic.dashboard.text import to_json
 from elastic.storage.ledger import read_ledger
 from elastic.verbs.checkpoints import checkpoints
 from elastic.verbs.export import export
+from elastic.verbs.logs import logs
+from elastic.verbs.plan import plan
 from elastic.verbs.run_argument import json_option, open_run, reading, run_argument
 
 QUIET_KINDS = frozenset({"driver_heartbeat", "progress"})
@@ -75,3 +77,5 @@ def events(
 
 main.add_command(checkpoints)
 main.add_command(export)
+main.add_command(logs)
+main.add_command(plan)

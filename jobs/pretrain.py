@@ -1,13 +1,14 @@
 """Pretrain a small language model elastically: `python -m jobs.pretrain`.
 
-Starts a local Ray by itself, or joins the cluster when it runs as a Ray job. Checks everything it
-can before any worker starts. Same name, same storage: the run resumes.
+Starts a local Ray by itself, or joins the cluster when it runs as a Ray job; under torchrun it
+needs no Ray. Checks everything it can before any worker starts. Same name, same storage: the run
+resumes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import re
 import sys
@@ -17,8 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jobs.report import Progress, report, summary
+
 if TYPE_CHECKING:
     import elastic
+    from elastic.training.torchrun import Place
 
 DEFAULT_STORAGE = Path("~/elastic-runs").expanduser()
 OPTIMIZERS = ("adamw", "sgd")
@@ -219,59 +223,6 @@ def storage_of(arguments: argparse.Namespace) -> str:
     return str(path)
 
 
-def progress_line(status: dict[str, Any], steps: int) -> str:
-    """One line that says how the run is getting on."""
-    loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
-    speed = "-" if status["tokens_per_s"] is None else f"{status['tokens_per_s']:,.0f}"
-    saved = "-" if status["checkpoint_step"] < 0 else status["checkpoint_step"]
-    return (
-        f"{status['state']:<9} step {max(0, status['step'])}/{steps}  loss {loss}  "
-        f"{speed} tokens/s  world size {status['world_size']}  checkpoint {saved}  "
-        f"restarts {status['restarts']}"
-    )
-
-
-class _Progress:
-    """Prints a line when something has changed, and the reason when that has."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._line = self._reason = ""
-
-    def __call__(self, status: dict[str, Any]) -> None:
-        if status["reason"] != self._reason:
-            self._reason = status["reason"]
-            print(f"          {self._reason}", flush=True)
-        line = progress_line(status, self._steps)
-        if line != self._line:
-            self._line = line
-            print(line, flush=True)
-
-
-def summary(url: str) -> dict[str, Any]:
-    """What the run has done, read from its directory."""
-    from elastic.storage.filesystem import Filesystem
-    from elastic.storage.ledger import read_ledger
-    from elastic.storage.metrics import current_metrics
-
-    filesystem = Filesystem.at(url)
-    steps = current_metrics(filesystem)
-    events = read_ledger(filesystem)
-    return {
-        "step": max(steps, default=0),
-        "losses": {str(step): values["loss"] for step, values in steps.items()},
-        "grad_norms": {str(step): values["grad_norm"] for step, values in steps.items()},
-        "world_sizes": [
-            event.data["world_size"] for event in events if event.kind == "generation_started"
-        ],
-        "restarts": sum(event.kind == "recovered" for event in events),
-        "lost_steps": sum(
-            event.data["lost_steps"] for event in events if event.kind == "recovered"
-        ),
-        "run": url,
-    }
-
-
 def connect_to_ray(num_workers: int) -> None:
     """Join the cluster this runs in, or start one on this machine with room for the workers."""
     import ray
@@ -292,15 +243,85 @@ def connect_to_ray(num_workers: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; the process's exit status."""
-    arguments = _parser().parse_args(argv)
+    place = _place()
+    if place is None:
+        arguments = _parser().parse_args(argv)
+        say = _say
+    else:
+        # All ranks find the same fault in the same arguments, and find it again in each restart.
+        is_told = place.world_rank > 0 or place.restarts > 0
+        with contextlib.redirect_stderr(None) if is_told else contextlib.nullcontext():
+            arguments = _parser().parse_args(argv)
+        arguments.num_workers = str(place.world_size)
+        say = place.say_once
     try:
         storage = storage_of(arguments)
         config, num_workers = check(arguments)
+        if place is not None and not arguments.name:
+            raise InvalidInput("give --name: under torchrun a restart needs it to find its run")
     except InvalidInput as error:
-        print(f"pretrain: {error}", file=sys.stderr)
+        say(f"pretrain: {error}")
         return 2
+    if place is not None:
+        return _train_under_torchrun(place, arguments, storage, config)
     name = arguments.name or f"pretrain-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     return _train(arguments, storage, name, config, num_workers)
+
+
+def _place() -> Place | None:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None  # without paying for torch
+    from elastic.training.torchrun import Place
+
+    return Place.read()
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _train_under_torchrun(
+    place: Place, arguments: argparse.Namespace, storage: str, config: dict[str, Any]
+) -> int:
+    from elastic import run_standalone
+    from elastic.storage.claim import IdentityMismatch, run_url
+    from elastic.storage.format import UnsupportedFormat
+    from elastic.storage.lease import LeaseHeld
+    from elastic.training.coordinator import NoSoundCheckpoint
+    from elastic.training.standalone import NotStarted
+
+    try:
+        url = run_url(storage, arguments.name)
+    except ValueError as error:
+        place.say_once(f"pretrain: {error}")
+        return 2
+    speaks = place.world_rank == 0
+    if speaks:
+        print(f"run {arguments.name} in {url}", flush=True)
+    try:
+        run_standalone(
+            train,
+            name=arguments.name,
+            storage_path=storage,
+            train_loop_config=config,
+            seed=arguments.seed,
+            save_every=arguments.save_every,
+            save_behind=arguments.save_behind,
+            keep=arguments.keep,
+            keep_every=arguments.keep_every,
+            identity=identity_of(config),
+            accept_changes=arguments.accept_change,
+            on_status=None if arguments.quiet else Progress(arguments.steps),
+            place=place,
+        )
+    except NotStarted:
+        return 1  # rank 0 has the cause, and tells it
+    except (LeaseHeld, IdentityMismatch, UnsupportedFormat, NoSoundCheckpoint) as error:
+        place.say_once(f"pretrain: {error}")
+        return 1
+    if speaks:
+        report(summary(url), arguments.json, url)
+    return 0
 
 
 def _train(
@@ -350,11 +371,11 @@ def _train(
     url = trainer.run_url
     print(f"run {name} in {url}", flush=True)
     try:
-        trainer.fit(None if arguments.quiet else _Progress(arguments.steps))
+        trainer.fit(None if arguments.quiet else Progress(arguments.steps))
     except (TrainingFailed, LeaseHeld, IdentityMismatch, UnsupportedFormat) as error:
         print(f"pretrain: {error}", file=sys.stderr)
         return 1
-    _report(summary(url), arguments.json, url)
+    report(summary(url), arguments.json, url)
     return 0
 
 
@@ -362,18 +383,6 @@ def _has_gpus() -> bool:
     import ray
 
     return bool(ray.cluster_resources().get("GPU", 0))
-
-
-def _report(found: dict[str, Any], path: str | None, url: str) -> None:
-    losses = list(found["losses"].values())
-    if losses:
-        print(f"step {found['step']}: loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last")
-    sizes = " to ".join(str(size) for size in found["world_sizes"])
-    print(f"world size {sizes}; restarts {found['restarts']}; lost steps {found['lost_steps']}")
-    print(f"checkpoints, metrics and ledger in {url}")
-    print(f"look at it with: elastic status {url}")
-    if path:
-        Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.policy.events import Committed, Event, Record, Unrecoverable
 from elastic.policy.retention import Retention
 from elastic.storage.checkpoints import Catalog
 from elastic.training.coordinator import CommitResult, Shard
@@ -125,6 +126,29 @@ class Commits:
         if not attempt.outcome.done():
             attempt.outcome.set_result(result)
             self._tell("refused", (shard, result.reason))
+
+
+def words_of(what: str, found: Any) -> list[Record | Event]:
+    """What ledger and policy are told of a save, in that order, from the arguments of `tell`."""
+    if what == "refused":
+        shard, reason = found
+        failed = Record(
+            kind="checkpoint_failed", generation=shard.generation, step=shard.step, reason=reason
+        )
+        if "LeaseLost" in reason:
+            return [failed, Unrecoverable(generation=shard.generation, reason=reason)]
+        return [failed]
+    assert isinstance(found, Published)
+    committed = Record(
+        kind="checkpoint_committed",
+        generation=found.generation,
+        step=found.step,
+        data=found.record(),
+    )
+    removed = [
+        Record(kind="checkpoint_removed", step=step, reason="retention") for step in found.removed
+    ]
+    return [committed, *removed, Committed(step=found.step)]
 
 
 def _refused(reason: str) -> CommitResult:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-import ray
 from ray.train import TrainingFailedError
 
-from elastic.cluster import capacity
-from elastic.cluster.commits import Commits
+from elastic.cluster import capacity, whereabouts
+from elastic.cluster.commits import Commits, words_of
+from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.group import Group, NothingToResume
+from elastic.cluster.inbox import Inbox
+from elastic.cluster.last_words import LastWords
 from elastic.cluster.rank_words import RankWords
 from elastic.cluster.ray_internals import Controller, GroupMember
 from elastic.cluster.recovery import Recovery
@@ -34,23 +34,24 @@ from elastic.policy.events import (
     Event,
     LookForCapacity,
     OrderLeave,
+    OrderSave,
     Record,
+    Reform,
     StartGroup,
     StopGroup,
     StopRequested,
     Tick,
     Unrecoverable,
 )
-from elastic.policy.retention import Retention
-from elastic.policy.situation import FINAL, Phase, Rules, Situation
+from elastic.policy.situation import FINAL, Phase, Situation
 from elastic.policy.transitions import decide
 from elastic.storage.checkpoints import Catalog
-from elastic.storage.claim import RunSpec, claim
+from elastic.storage.claim import claim
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.metrics import MetricsWriter
+from elastic.storage.rollback import roll_back
 from elastic.training.coordinator import CommitResult, Orders, Shard
-from elastic.training.publishing import Published
 
 logger = logging.getLogger("elastic")
 
@@ -60,28 +61,8 @@ _PROGRESS_S = 5.0
 _FLUSH_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class DriverConfig:
-    """What the driver is told at its birth."""
-
-    run_url: str
-    spec: RunSpec
-    rules: Rules
-    keep: Retention
-    resources_per_worker: dict[str, float]
-    label_selector: dict[str, str] | None = None
-    from_scratch: bool = False
-    """Checkpoints of an earlier history may be left alone, and the run start at step 0."""
-
-
 class TrainingFailed(TrainingFailedError):
     """The run is over and has failed; the message leads with the first cause and its rank."""
-
-
-def _who() -> str:
-    """This driver, for the lease."""
-    context = ray.get_runtime_context()
-    return f"job {context.get_job_id()} on the Ray cluster at {context.gcs_address}"
 
 
 class Driver:
@@ -97,12 +78,13 @@ class Driver:
         self._tasks: set[asyncio.Future[None]] = set()
         self._ended: End | None = None
         self._is_looking = False
-        self._done_s = dict.fromkeys(("look", "progress", "flush"), time.monotonic())
+        self._done_s = dict.fromkeys(("look", "progress", "flush", "inbox"), time.monotonic())
+        self._orders = Orders()
 
     def _open(self) -> None:
         """Claim the run, and make all that writes to it. Nothing is written without the claim."""
         config, filesystem = self._config, Filesystem.at(self._config.run_url)
-        self._claim = claim(filesystem, config.spec, _who())
+        self._claim = claim(filesystem, config.spec, whereabouts.in_words())
         self._past = read_ledger(filesystem)
         self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])
         self._metrics = MetricsWriter(filesystem)
@@ -110,22 +92,45 @@ class Driver:
             generation=max((event.generation for event in self._past), default=-1),
             since_s=time.monotonic(),
         )
+        catalog = Catalog(filesystem, self._claim.run_file.run_id)
+        if config.from_step is not None:
+            self._go_back(catalog, config.from_step)
         self._commits = Commits(
-            Catalog(filesystem, self._claim.run_file.run_id),
+            catalog,
             config.keep,
             tell=self._told_of_save,
             before_publishing=self._before_publishing,
+        )
+        self._group = Group(
+            self._host,
+            post=self._post,
+            spawn=self._spawn,
+            run_id=self._claim.run_file.run_id,
+            last_words=LastWords(filesystem),
         )
         self._words = RankWords(
             recovery=self._recovery,
             metrics=self._metrics,
             post=self._post,
             record=self._record,
+            on_connected=self._group.joined,
             on_restored=self._commits.restored,
         )
-        self._group = Group(
-            self._host, post=self._post, spawn=self._spawn, run_id=self._claim.run_file.run_id
+        self._inbox = Inbox(
+            filesystem,
+            self._claim.lease.epoch,
+            in_order=self._commits.in_order,
+            post=self._post,
+            record=self._record,
+            where=lambda: (self._situation.generation, self._situation.step),
         )
+
+    def _go_back(self, catalog: Catalog, step: int) -> None:
+        try:
+            roll_back(catalog, self._ledger, step, "asked for on submission", time_s=time.time())
+        except BaseException:
+            self._claim.lease.release()
+            raise
 
     def _before_publishing(self) -> None:
         """The last thing before a commit, on the storage thread. Raises `LeaseLost`."""
@@ -171,6 +176,8 @@ class Driver:
             "outcome": self._ended.outcome,
             "reason": self._ended.reason,
             "traceback": "" if error is None else error.traceback,
+            "cause_rank": self._ended.cause_rank,
+            "last_lines": self._ended.last_lines,
         }
 
     def rank_event(
@@ -223,18 +230,31 @@ class Driver:
         elif isinstance(command, LookForCapacity):
             self._spawn(self._look())
         elif isinstance(command, StartGroup):
+            self._orders = Orders()
             self._recovery.begin_start()
             self._words.begin(command.generation, command.world_size)
             self._spawn(self._group.start(command, self._choose, self._told_of_start))
+        elif isinstance(command, Reform):
+            self._orders = Orders()
+            self._recovery.begin_start()
+            self._words.begin(command.generation, command.world_size)
+            self._spawn(self._group.reform(command, self._choose, self._told_of_reform))
         elif isinstance(command, StopGroup):
             self._spawn(self._stop(command.generation))
         elif isinstance(command, OrderLeave):
             self._recovery.planned(command.reason, self._situation.world_size)
-            self._spawn(self._group.order(command.generation, Orders(leave=True)))
+            self._order(command.generation, replace(self._orders, leave=True))
+        elif isinstance(command, OrderSave):
+            asked = self._orders.saves_asked + 1
+            self._order(command.generation, replace(self._orders, saves_asked=asked))
         elif isinstance(command, End):
             self._ended = command
         else:
             raise AssertionError(f"no performer for {command}")
+
+    def _order(self, generation: int, orders: Orders) -> None:
+        self._orders = orders
+        self._spawn(self._group.order(generation, orders))
 
     def _record(self, record: Record) -> None:
         if record.kind == "failure_decided":
@@ -261,6 +281,7 @@ class Driver:
                 _FLUSH_S,
                 lambda: self._spawn(self._commits.in_order(self._metrics.flush)),
             )
+            self._every("inbox", _LOOK_S, lambda: self._spawn(self._inbox.look()))
             if self._wants_more() and not self._is_looking:
                 self._every("look", _LOOK_S, lambda: self._spawn(self._look()))
             self._post(Tick())
@@ -341,44 +362,21 @@ class Driver:
             )
         )
 
+    def _told_of_reform(self, members: list[GroupMember], resume_step: int | None) -> None:
+        self._told_of_start(members, resume_step, {})
+
     def _told_of_save(self, what: str, found: Any) -> None:
-        if what == "refused":
-            shard, reason = found
-            if "LeaseLost" in reason:
-                self._post(Unrecoverable(generation=shard.generation, reason=reason))
-            self._record(
-                Record(
-                    kind="checkpoint_failed",
-                    generation=shard.generation,
-                    step=shard.step,
-                    reason=reason,
-                )
-            )
-            return
-        assert isinstance(found, Published)
-        self._record(
-            Record(
-                kind="checkpoint_committed",
-                generation=found.generation,
-                step=found.step,
-                data=found.record(),
-            )
-        )
-        for step in found.removed:
-            self._record(Record(kind="checkpoint_removed", step=step, reason="retention"))
-        self._post(Committed(step=found.step))
+        for word in words_of(what, found):
+            if isinstance(word, Record):
+                self._record(word)
+            else:
+                self._post(word)
 
     def _record_start(self) -> None:
-        context = ray.get_runtime_context()
-        url = ray._private.worker.get_dashboard_url() or ""
         data = {
             "run_id": self._claim.run_file.run_id,
             "name": self._claim.run_file.name,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "job_id": context.get_job_id(),
-            "node_id": context.get_node_id(),
-            "dashboard_url": f"http://{url}" if url else "",
+            **whereabouts.in_fields(),
             "lease_epoch": self._claim.lease.epoch,
             "rules": vars(self._config.rules),
         }
@@ -388,6 +386,7 @@ class Driver:
 
     async def _close(self) -> None:
         assert self._ended is not None
+        self._inbox.close()
         await self._group.on_thread(self._host.stop_group)
         await self._commits.in_order(self._metrics.flush)
         self._ledger.close()

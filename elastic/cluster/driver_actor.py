@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.cluster.driver import Driver, DriverConfig
+from elastic.cluster.driver import Driver
+from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.ray_internals import Controller
 from elastic.training.coordinator import CommitResult, Shard
 

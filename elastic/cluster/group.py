@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import ActorUnavailableError
 
 from elastic.cluster import capacity, worker
+from elastic.cluster.last_words import LastWords
 from elastic.cluster.ray_internals import Controller, GroupMember, GroupStartError
 from elastic.policy.events import (
     Event,
@@ -26,6 +27,8 @@ from elastic.policy.events import (
     GroupStopped,
     RankError,
     RankFailed,
+    Reform,
+    ReformFailed,
     StartGroup,
     WorkerDied,
 )
@@ -37,6 +40,8 @@ logger = logging.getLogger("elastic")
 _POLL_S = 0.25
 _SUSPECT_S = 10.0
 _CALL_S = 60.0
+_REFORM_S = 10.0
+_DEATH_TOLD_S = 1.0
 
 
 class NothingToResume(RuntimeError):
@@ -53,13 +58,19 @@ class Group:
         post: Callable[[Event], None],
         spawn: Callable[[Awaitable[None]], None],
         run_id: str,
+        last_words: LastWords,
     ) -> None:
         self._run_id = run_id
+        self._last_words = last_words
         self._host = host
         self._post = post
         self._spawn = spawn
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-group")
         self._generation = -1
+        self._gone: set[tuple[str, int]] = set()
+        self._slots: list[str] = []
+        self._joined: set[int] = set()
+        self._all_joined = asyncio.Event()
         self.members: list[GroupMember] = []
         """Of the newest generation, also after its end: what they held is free, or was lost."""
 
@@ -68,10 +79,10 @@ class Group:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def held(self) -> dict[str, int]:
-        """Workers of the newest generation by node id."""
+        """Slots by node id that the group was placed on, those of its dead among them."""
         counts: dict[str, int] = {}
-        for member in self.members:
-            counts[member.node_id] = counts.get(member.node_id, 0) + 1
+        for node_id in self._slots:
+            counts[node_id] = counts.get(node_id, 0) + 1
         return counts
 
     async def start(
@@ -99,15 +110,65 @@ class Group:
             self._not_started(generation, first_line(error), False)
             return
         self._generation, self.members = generation, members
+        self._gone, self._slots = set(), [member.node_id for member in members]
         for rank, watch in self._host.watches().items():
-            self._spawn(self._watch(generation, members[rank], watch))
+            self._spawn(self._watch(members[rank], watch))
         on_started(members, resume_step, self._host.start_times_s())
         self._post(GroupStarted(generation=generation, world_size=len(members)))
         self._spawn(self._begin(generation, members, resume_step))
 
     def _not_started(self, generation: int, reason: str, is_capacity: bool) -> None:
-        self.members = []
+        self.members, self._slots = [], []
         self._post(GroupStartFailed(generation=generation, reason=reason, is_capacity=is_capacity))
+
+    async def reform(
+        self,
+        command: Reform,
+        choose: Callable[[int], Awaitable[int | None]],
+        on_reformed: Callable[[list[GroupMember], int | None], None],
+    ) -> None:
+        """Make a generation of the processes that are alive: new ranks, a new store, no restart.
+
+        Survivors come out of their collectives by themselves, since a peer's death breaks them,
+        and find their new place in their mailbox.
+        """
+        generation = command.generation
+        self._generation = generation
+        self._joined, self._all_joined = set(), asyncio.Event()
+        try:
+            resume_step = await choose(generation)
+            alive = [
+                rank for rank, member in enumerate(self.members) if _key(member) not in self._gone
+            ]
+            self.members = await self.on_thread(self._host.keep_group, alive)
+            members = self.members
+            await self.on_thread(self._tell_ranks, generation, members, resume_step)
+            await asyncio.wait_for(self._all_joined.wait(), timeout=_REFORM_S)
+        except TimeoutError:
+            late = sorted(set(range(len(self.members))) - self._joined)
+            self._post_reform_failed(
+                generation, f"ranks {late} did not join generation {generation} in {_REFORM_S:g} s"
+            )
+            return
+        except Exception as error:  # noqa: BLE001 - most likely one more death, told by its watch
+            await asyncio.sleep(_DEATH_TOLD_S)
+            self._post_reform_failed(generation, first_line(error))
+            return
+        if generation != self._generation:
+            return
+        on_reformed(members, resume_step)
+        self._post(GroupStarted(generation=generation, world_size=len(members)))
+        await self._poll(generation)
+
+    def _post_reform_failed(self, generation: int, reason: str) -> None:
+        if generation == self._generation:
+            self._post(ReformFailed(generation=generation, reason=reason))
+
+    def joined(self, rank: int) -> None:
+        """A rank of the current generation has joined its process groups."""
+        self._joined.add(rank)
+        if len(self._joined) >= len(self.members):
+            self._all_joined.set()
 
     async def _begin(
         self, generation: int, members: list[GroupMember], resume_step: int | None
@@ -169,45 +230,61 @@ class Group:
 
     # --- watching ------------------------------------------------------------------------------
 
-    async def _watch(self, generation: int, member: GroupMember, watch: Any) -> None:
+    async def _watch(self, member: GroupMember, watch: Any) -> None:
         """Wait for the end of one worker's process, and say how it ended."""
         try:
             await watch
             detail = "its process ended"
         except ActorUnavailableError as error:
-            detail = await self._confirm(generation, member, error)
+            detail = await self._confirm(member, error)
         except Exception as error:  # noqa: BLE001 - Ray has many errors for a dead process
             detail = first_line(error)
-        if generation != self._generation:
+        if self._rank_of(member) is None:
             return
+        self._gone.add(_key(member))
         node_lost = not await asyncio.to_thread(capacity.node_answers, member.node_id)
+        rank = self._rank_of(member)
+        if rank is None:
+            return
         if node_lost:
             detail = f"node {member.node_id[:12]} ({member.node_ip}) does not answer; {detail}"
+        generation = self._generation
+        last_lines = await self._last_words.of(generation, rank)
         self._post(
             WorkerDied(
                 generation=generation,
-                world_rank=member.world_rank,
+                world_rank=rank,
                 node_lost=node_lost,
                 detail=f"pid {member.pid} on node {member.node_id[:12]}: {detail}",
+                last_lines=last_lines,
             )
         )
 
-    async def _confirm(
-        self, generation: int, member: GroupMember, error: ActorUnavailableError
-    ) -> str:
+    def _rank_of(self, member: GroupMember) -> int | None:
+        """The process's rank in the current generation; None if it is of none."""
+        if self._generation < 0:
+            return None
+        keys = [_key(one) for one in self.members]
+        return keys.index(_key(member)) if _key(member) in keys else None
+
+    async def _confirm(self, member: GroupMember, error: ActorUnavailableError) -> str:
         """Unavailable is suspicion, not death: wait for word of either, then fence the worker."""
         until_s = time.monotonic() + _SUSPECT_S
-        while time.monotonic() < until_s and generation == self._generation:
+        while time.monotonic() < until_s:
+            rank = self._rank_of(member)
+            if rank is None:
+                break
             if not await asyncio.to_thread(capacity.node_answers, member.node_id):
                 return f"unavailable, and so is its node: {first_line(error)}"
             try:
-                await asyncio.wait_for(self._host.call(member.world_rank, os.getpid), timeout=1.0)
+                await asyncio.wait_for(self._host.call(rank, os.getpid), timeout=1.0)
             except (ActorUnavailableError, TimeoutError):
                 await asyncio.sleep(0.2)
             except Exception as found:  # noqa: BLE001 - any other word is of its death
                 return first_line(found)
-        if generation == self._generation:
-            await self.on_thread(self._host.kill, member.world_rank)
+        rank = self._rank_of(member)
+        if rank is not None:
+            await self.on_thread(self._host.kill, rank)
         return f"unavailable for {_SUSPECT_S:g} s, and ended by us: {first_line(error)}"
 
     async def _poll(self, generation: int) -> None:
@@ -250,6 +327,11 @@ class Group:
             is_victim=is_victim,
         )
         self._post(RankFailed(generation=generation, error=found))
+
+
+def _key(member: GroupMember) -> tuple[str, int]:
+    """What tells a process from all others of the run, whatever its rank."""
+    return member.node_id, member.pid
 
 
 def first_line(error: BaseException) -> str:

@@ -31,12 +31,14 @@ class RankWords:
         metrics: MetricsWriter,
         post: Callable[[Event], None],
         record: Callable[[Record], None],
+        on_connected: Callable[[int], None],
         on_restored: Callable[[], None],
     ) -> None:
         self._recovery = recovery
         self._metrics = metrics
         self._post = post
         self._record = record
+        self._on_connected_rank = on_connected
         self._on_restored = on_restored
         self._generation = -1
         self._world_size = 0
@@ -60,6 +62,7 @@ class RankWords:
 
     def _on_connected(self, rank: int, data: Data) -> None:
         self._recovery.took("connect", data["connect_s"])
+        self._on_connected_rank(rank)
 
     def _on_restored_state(self, rank: int, data: Data) -> None:
         self._recovery.took("build", data["build_s"])
@@ -140,6 +143,7 @@ class RankWords:
             message=data["message"],
             traceback=data["traceback"],
             is_victim=data["is_victim"],
+            last_lines=tuple(data["last_lines"]),
         )
         self._post(RankFailed(generation=self._generation, error=error))
 

@@ -23,6 +23,7 @@ from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
 )
+from ray.train.v2._internal.execution.context import DistributedContext, get_train_context
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller.state import (
     ErroredState,
@@ -37,7 +38,7 @@ from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-__all__ = ["Controller", "GroupMember", "GroupStartError", "launch", "read_nodes"]
+__all__ = ["Controller", "GroupMember", "GroupStartError", "launch", "read_nodes", "tell_rank"]
 
 _WATCH = "watch"
 _KILL_CONFIRM_S = 5.0
@@ -84,6 +85,7 @@ class _Group(WorkerGroup):
     """Ray Train's worker group: quick to give up on a placement, quick to end."""
 
     _worker_cls = _WatchedWorker
+    _worker_group_state: Any
     place_timeout_s = 10.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -144,6 +146,19 @@ class _Group(WorkerGroup):
             workers, starting_world_rank, world_size, replica_group_size
         )
         return _local_ranks_by_node(ranked)
+
+    def keep(self, world_ranks: Sequence[int]) -> None:
+        """Go on with these workers alone, numbered anew; the others are dead."""
+        old = self.get_workers()
+        kept = [old[rank] for rank in world_ranks]
+        watches = {id(old[rank]): self.watches[rank] for rank in world_ranks}
+        kept = _local_ranks_by_node(WorkerGroup._assign_worker_ranks(kept))
+        self._worker_group_state = dataclasses.replace(self._worker_group_state, workers=kept)
+        self._world_rank_to_ongoing_poll.clear()
+        self._worker_rank_to_replica_group_rank = {rank: rank for rank in range(len(kept))}
+        self.watches = {rank: watches[id(worker)] for rank, worker in enumerate(kept)}
+        # Barriers of `ray.train.report` that wait for the dead.
+        self._worker_group_state.sync_actor.reset.remote()
 
     def shutdown(self) -> None:
         """End the workers at once: Ray's own waits up to 5 s for hooks that hung workers miss."""
@@ -214,6 +229,11 @@ class Controller(TrainController):
         }
         self._set_state(RunningState())
         return [_member(worker) for worker in group.get_workers()]
+
+    def keep_group(self, world_ranks: Sequence[int]) -> list[GroupMember]:
+        """Go on with these workers of the group, numbered anew; returns them by their new rank."""
+        self._worker_group.keep(world_ranks)
+        return [_member(worker) for worker in self._worker_group.get_workers()]
 
     def start_times_s(self) -> dict[str, float]:
         """How long the last start took: `place` (placement group) and `start` (processes)."""
@@ -292,6 +312,14 @@ def _member(worker: Worker) -> GroupMember:
         node_ip=metadata.node_ip,
         pid=metadata.pid,
     )
+
+
+def tell_rank(**ranks: int) -> None:
+    """Called in a worker: what `ray.train.get_context()` says from now on.
+
+    Takes world_rank, world_size, local_rank, local_world_size and node_rank.
+    """
+    get_train_context().distributed_context = DistributedContext(**ranks)
 
 
 def launch(

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import inspect
-import json
 import logging
 import signal
 import threading
@@ -25,25 +23,27 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from elastic.cluster import worker
 from elastic.cluster.backend import ElasticTorchConfig
-from elastic.cluster.driver import DriverConfig, TrainingFailed
+from elastic.cluster.driver import TrainingFailed
 from elastic.cluster.driver_actor import DriverActor
+from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.ray_internals import launch
 from elastic.policy.retention import Retention
 from elastic.policy.saves import SaveInterval
 from elastic.policy.situation import Rules
 from elastic.storage.checkpoints import Catalog
-from elastic.storage.claim import IdentityMismatch, RunSpec
+from elastic.storage.claim import IdentityMismatch, RunSpec, run_url
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.format import UnsupportedFormat
 from elastic.storage.lease import LeaseHeld
 from elastic.storage.metrics import current_metrics
+from elastic.storage.rollback import RollbackRefused
 from elastic.storage.run_file import load_run_file
 from elastic.training.membership import TrainingConfig
 
 logger = logging.getLogger("elastic")
 
-# Keys of `train_loop_config` that a resumed run may change freely.
-OPERATIONAL = ("steps", "until", "epochs", "num_workers", "log_every", "eval_every", "save_every")
+# Refusals that come before anything was begun: their message says it all.
+NOT_BEGUN = (LeaseHeld, IdentityMismatch, UnsupportedFormat, RollbackRefused)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +59,27 @@ class ElasticConfig:
     """Complete checkpoints to keep; -1 for all. None takes `CheckpointConfig.num_to_keep`, or 3."""
     keep_every: int | None = None
     """Steps divisible by this are kept for ever."""
+    recovery: str = "warm"
+    """`warm`: survivors of a death keep their processes. `cold`: every failure starts all anew."""
     max_failures_without_progress: int = 5
     wait_for_capacity_s: float = 300.0
     collective_timeout_s: float = 1800.0
     from_scratch: bool = False
     """Start at step 0 although the run has committed checkpoints that cannot be found."""
+    from_step: int | None = None
+    """Go back to this complete checkpoint first; newer ones are set aside, and none is deleted."""
     identity: dict[str, Any] | None = None
     """Fields that must match when the name is used again. None takes all of `train_loop_config`
     but what is only operational (`steps`, `until` and alike); the seed always counts."""
     accept_changes: Sequence[str] = ()
     """Identity fields that may differ this once, from then on with their new value."""
     env_vars: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.from_step is not None and self.from_step < 0:
+            raise ValueError(f"from_step is the step of a checkpoint; found {self.from_step}")
+        if self.from_step is not None and self.from_scratch:
+            raise ValueError("from_step and from_scratch cannot both be asked for")
 
 
 class ElasticTrainer(TorchTrainer):
@@ -104,6 +114,8 @@ class ElasticTrainer(TorchTrainer):
         self._interval = SaveInterval.parse(self.elastic_config.save_every)
         self.run_url = _run_url(run)
         """The run directory, as an absolute path or a URL."""
+        self.outcome = ""
+        """How the last `fit` ended that returned: finished or stopped."""
         if torch_config is not None and torch_config.backend not in (None, "gloo", "nccl"):
             raise ValueError(
                 f"torch_config.backend is gloo or nccl here; found {torch_config.backend!r}"
@@ -128,10 +140,12 @@ class ElasticTrainer(TorchTrainer):
 
         Raises:
             TrainingFailed: the run failed; the message leads with the first cause and its rank.
-        LeaseHeld: another driver, of this or another cluster, is at this run; names it.
-        IdentityMismatch: the name belongs to a run of another configuration; names the fields.
+            LeaseHeld: another driver, of this or another cluster, is at this run; names it.
+            IdentityMismatch: the name belongs to a run of another configuration; names the fields.
+            RollbackRefused: `from_step` is not the step of a complete checkpoint.
         """
         filesystem = Filesystem.at(self.run_url)
+        _check_past(filesystem, self.elastic_config.from_step)
         _probe(filesystem)
         training = TrainingConfig(
             run_url=self.run_url,
@@ -155,6 +169,7 @@ class ElasticTrainer(TorchTrainer):
                 resources_per_worker=self.scaling_config._resources_per_worker_not_none,
                 label_selector=_one_selector(self.scaling_config),
                 from_scratch=self.elastic_config.from_scratch,
+                from_step=self.elastic_config.from_step,
             ),
         )
         with _stop_on_signals(driver):
@@ -163,30 +178,24 @@ class ElasticTrainer(TorchTrainer):
 
     def _spec(self) -> RunSpec:
         """The run as it is asked for, for its run file."""
-        config = _json_able(self.train_loop_config or {})
-        identity = self.elastic_config.identity
-        if identity is None:
-            identity = {key: value for key, value in config.items() if key not in OPERATIONAL}
-        return RunSpec(
+        return RunSpec.of(
             name=str(self.run_config.name),
             seed=self.elastic_config.seed,
-            config=config,
-            identity=_json_able(identity),
+            config=self.train_loop_config or {},
+            identity=self.elastic_config.identity,
             operational={
                 "num_workers": [self._rules.min_workers, self._rules.max_workers],
                 "save": str(self._interval),
                 "keep": self._keep.keep,
                 "keep_every": self._keep.keep_every,
-                **{key: config[key] for key in OPERATIONAL if key in config},
             },
-            versions={name: importlib.metadata.version(name) for name in ("ray", "torch")},
-            accepted=tuple(self.elastic_config.accept_changes),
+            accepted=self.elastic_config.accept_changes,
         )
 
     def _result(self, filesystem: Filesystem, outcome: dict[str, Any]) -> Result:
         if outcome["outcome"] == "failed":
-            rest = f"\n\n{outcome['traceback']}" if outcome["traceback"] else ""
-            raise TrainingFailed(f"{outcome['reason']}\nrun directory: {self.run_url}{rest}")
+            raise TrainingFailed(_failure_text(self.run_url, outcome))
+        self.outcome = outcome["outcome"]
         run_file = load_run_file(filesystem)
         assert run_file is not None
         catalog = Catalog(filesystem, run_file.run_id)
@@ -251,6 +260,8 @@ def _check_pickles(train: Callable[..., None], config: dict[str, Any] | None) ->
 
 def _rules(scaling: ScalingConfig, failure: FailureConfig | None, config: ElasticConfig) -> Rules:
     failure = failure or FailureConfig()
+    if config.recovery not in ("warm", "cold"):
+        raise ValueError(f"recovery is 'warm' or 'cold'; found {config.recovery!r}")
     if scaling.use_tpu:
         raise ValueError("ScalingConfig(use_tpu=True) is not supported: FSDP2 runs on CUDA or CPU")
     for name, default in (
@@ -272,6 +283,7 @@ def _rules(scaling: ScalingConfig, failure: FailureConfig | None, config: Elasti
         max_failures_without_progress=config.max_failures_without_progress,
         wait_for_capacity_s=config.wait_for_capacity_s,
         grow_interval_s=scaling.elastic_resize_monitor_interval_s,
+        warm=config.recovery == "warm",
     )
 
 
@@ -292,12 +304,7 @@ def _run_url(run: RunConfig) -> str:
         raise ValueError(
             "RunConfig(storage_filesystem=...) is not supported: give storage_path as a URL"
         )
-    name = str(run.name)
-    if not name or name in (".", "..") or any(part in name for part in ("/", "\\", "\0")):
-        raise ValueError(f"a run's name is one path component, without slashes; found {run.name!r}")
-    url = f"{str(run.storage_path).rstrip('/')}/{name}"
-    Filesystem.at(url)
-    return url
+    return run_url(str(run.storage_path), str(run.name))
 
 
 def _probe(filesystem: Filesystem) -> None:
@@ -313,6 +320,11 @@ def _probe(filesystem: Filesystem) -> None:
         ) from error
 
 
+def _check_past(filesystem: Filesystem, from_step: int | None) -> None:
+    if from_step is not None and load_run_file(filesystem) is None:
+        raise RollbackRefused(filesystem.url, from_step, "there is no such run yet")
+
+
 def _one_selector(scaling: ScalingConfig) -> dict[str, str] | None:
     selector: dict[str, str] | list[dict[str, str]] | None = scaling.label_selector
     if isinstance(selector, list):
@@ -323,10 +335,13 @@ def _one_selector(scaling: ScalingConfig) -> dict[str, str] | None:
     return selector
 
 
-def _json_able(tree: dict[str, Any]) -> dict[str, Any]:
-    """What can be written of it as JSON; other values by their repr."""
-    found: dict[str, Any] = json.loads(json.dumps(tree, default=repr))
-    return found
+def _failure_text(run_url: str, outcome: dict[str, Any]) -> str:
+    """The cause, then what the rank at fault wrote last, then where it raised."""
+    parts = [f"{outcome['reason']}\nrun directory: {run_url}"]
+    if outcome["last_lines"]:
+        lines = "".join(f"\n    {line}" for line in outcome["last_lines"])
+        parts.append(f"last lines of rank {outcome['cause_rank']}:{lines}")
+    return "\n\n".join([*parts, outcome["traceback"]]).rstrip()
 
 
 # --- waiting --------------------------------------------------------------------------------------
@@ -341,8 +356,8 @@ def _wait(driver: Any, on_status: Callable[[dict[str, Any]], None] | None) -> di
     try:
         ray.get(done)
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, LeaseHeld | IdentityMismatch | UnsupportedFormat):
-            raise error.cause from None  # nothing was begun: its message says it all
+        if isinstance(error.cause, NOT_BEGUN):
+            raise error.cause from None
         raise
     outcome: dict[str, Any] = ray.get(driver.outcome.remote())
     return outcome

@@ -6,6 +6,7 @@ driver posts into the mailbox through the worker actor, whose main thread is fre
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -16,8 +17,11 @@ from typing import Any
 import ray
 import torch
 
+from elastic.cluster import ray_internals
 from elastic.policy.cause import is_victim
+from elastic.storage.filesystem import Filesystem
 from elastic.training import process_group
+from elastic.training.checkpoint import AsyncSaver
 from elastic.training.coordinator import (
     CommitResult,
     NoSoundCheckpoint,
@@ -26,7 +30,11 @@ from elastic.training.coordinator import (
     Shard,
 )
 from elastic.training.membership import Membership, TrainingConfig
+from elastic.training.meshes import forget_meshes
+from elastic.training.rank_log import RankLog
 from elastic.training.run import Run
+
+_SAVE_ENDS_S = 2.0
 
 TrainFunction = Callable[[Run], None]
 
@@ -39,6 +47,7 @@ class _Mailbox:
         self._member: Membership | None = None
         self._driver: Any = None
         self._orders: dict[int, Orders] = {}
+        self._served = -1
         self.stores: dict[int, Any] = {}
 
     def post_member(self, member: Membership, driver: Any) -> None:
@@ -53,12 +62,22 @@ class _Mailbox:
     def orders(self, generation: int) -> Orders:
         return self._orders.get(generation, Orders())
 
+    def wait_for_member(self) -> None:
+        """Wait until a newer generation than the last one served is known."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_newer_than(self._served))
+
+    def is_newer_than(self, generation: int) -> bool:
+        member = self._member
+        return member is not None and member.generation > generation
+
     def next_member(self, after: int) -> tuple[Membership, Any]:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._member is not None and self._member.generation > after
             )
             assert self._member is not None
+            self._served = self._member.generation
             return self._member, self._driver
 
 
@@ -123,11 +142,14 @@ class RayCoordinator:
 def serve(train: TrainFunction, config: TrainingConfig) -> None:
     """Call the user's function once for every generation this process belongs to."""
     kept: dict[str, Any] = {}
+    log = RankLog(Filesystem.at(config.run_url))
     generation = -1
     while True:
         member, driver = _mailbox.next_member(generation)
         generation = member.generation
-        _serve_one(train, config, member, RayCoordinator(driver, member), kept)
+        log.switch(generation, member.world_rank)
+        _serve_one(train, config, member, RayCoordinator(driver, member), kept, log)
+        _leave(kept)
 
 
 def _serve_one(
@@ -136,23 +158,44 @@ def _serve_one(
     member: Membership,
     coordinator: RayCoordinator,
     kept: dict[str, Any],
+    log: RankLog,
 ) -> None:
     run: Run | None = None
     try:
         run = _join(config, member, coordinator, kept)
         train(run)
         run.finish()
+        # The process may be ended as soon as its last word is heard.
+        log.keep()
         coordinator.notify("finished", {"step": run.step})
+    except process_group.Superseded:
+        return
     except Reform:
         assert run is not None
         run.close()
+        log.keep()
         coordinator.notify("left", {"step": run.step})
     except BaseException as error:  # noqa: BLE001 - the user's: it becomes an event
         if run is not None:
             run.close()
-        coordinator.notify("failed", _describe(error, run))
+        told = _describe(error, run)
+        coordinator.notify("failed", {**told, "last_lines": _last_words(told, log)})
         # The frames hold the model and the optimizer.
         traceback.clear_frames(error.__traceback__)
+
+
+def _leave(kept: dict[str, Any]) -> None:
+    """Let go of all that belonged to the generation, in the thread that trained it.
+
+    Not before the next one is known: a process that is to be ended need not, and may hang.
+    """
+    _mailbox.wait_for_member()
+    saver: AsyncSaver | None = kept.get("elastic.saver")
+    until_s = time.monotonic() + _SAVE_ENDS_S
+    while saver is not None and saver.in_flight and time.monotonic() < until_s:
+        time.sleep(0.01)  # its collectives fail as soon as the peer's end is known
+    process_group.disconnect()
+    forget_meshes()
 
 
 def _join(
@@ -169,6 +212,7 @@ def _join(
         use_cuda=config.use_cuda,
         timeout_s=config.collective_timeout_s,
         server=_mailbox.stores.get(member.generation),
+        is_superseded=lambda: _mailbox.is_newer_than(member.generation),
     )
     coordinator.notify("connected", {"connect_s": time.monotonic() - begun_s})
     # The same on every rank, so that a model built from it is the same at any world size.
@@ -184,6 +228,13 @@ def _join(
 
 
 def _tell_the_truth(member: Membership) -> None:
+    ray_internals.tell_rank(
+        world_rank=member.world_rank,
+        world_size=member.world_size,
+        local_rank=member.local_rank,
+        local_world_size=member.local_world_size,
+        node_rank=member.node_rank,
+    )
     os.environ.update(
         RANK=str(member.world_rank),
         WORLD_SIZE=str(member.world_size),
@@ -214,3 +265,13 @@ def _describe(error: BaseException, run: Run | None) -> dict[str, Any]:
         "is_victim": is_victim(type_name, message),
         "step": -1 if run is None else run.step,
     }
+
+
+def _last_words(told: Mapping[str, Any], log: RankLog) -> list[str]:
+    """What the rank wrote before its exception. The exception itself is written after it."""
+    lines = log.last_lines()
+    text = f"{told['type_name']}: {told['message']}\n" if told["is_victim"] else told["traceback"]
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
+    log.keep()
+    return lines

@@ -48,10 +48,10 @@ def read_failure_times(path: Path) -> list[float]:
     lines = list(_lines(text))
     if not lines:
         raise ValueError(f"{path} holds no lines; expected one failure a line")
-    column, lines = _time_column(path, lines)
-    if not lines:
+    column, failures = _time_column(path, lines)
+    if not failures:
         raise ValueError(f"{path} holds a header and no failures; expected one failure a line")
-    return [_time_on(path, line, column) for line in lines]
+    return [_time_on(path, line, column) for line in failures]
 
 
 def _lines(text: str) -> Iterator[Line]:
@@ -71,8 +71,13 @@ def _time_column(path: Path, lines: Sequence[Line]) -> tuple[int, Sequence[Line]
     """Which column holds the times, and the lines below the header if there is one."""
     head = lines[0][1]
     in_first = _columns_of_times(head)
-    if in_first:
+    if len(in_first) == 1:
         return in_first[0], lines
+    if in_first:
+        raise ValueError(
+            f"{path} has {len(in_first)} columns of times in its first line, {', '.join(head)}; "
+            f"expected one, or a header that names one of them {TIME_COLUMNS[0]}"
+        )
     names = [cell.lower().replace(" ", "_") for cell in head]
     for name in TIME_COLUMNS:
         if name in names:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 
+from elastic.dashboard.last_lines import LastLines, last_lines_told, quoted
 from elastic.dashboard.status import RunStatus
 from elastic.dashboard.text import age, plain, size, table
 from elastic.storage.checkpoints import Checkpoint
@@ -15,7 +17,7 @@ MOST_PIDS = 8
 
 
 def status_text(status: RunStatus) -> str:
-    """One fact a line; what the run has not said yet is a dash."""
+    """One fact a line; what the run has not said yet is a dash. Then what a dead rank said last."""
     facts = {
         "run": status.name,
         "state": _state(status),
@@ -28,16 +30,17 @@ def status_text(status: RunStatus) -> str:
         "dashboard": status.dashboard_url or UNSAID,
         "last word": f"{age(status.last_word_age_s)} ago",
     }
-    return "\n".join(f"{name:<12}{plain(fact)}" for name, fact in facts.items())
+    lines = [f"{name:<12}{plain(fact)}" for name, fact in facts.items()]
+    return "\n".join(lines + _last_lines(status.last_lines))
 
 
 def events_text(events: Sequence[LedgerEvent]) -> str:
-    """One event a line, times in UTC."""
+    """One event a line, times in UTC; below the end of a rank, what it wrote last."""
     if not events:
         return "no such events"
     rows = [
         [
-            datetime.fromtimestamp(event.time_s, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3],
+            _moment(event.time_s),
             event.kind,
             _or_dash(event.generation),
             _or_dash(event.step),
@@ -47,17 +50,21 @@ def events_text(events: Sequence[LedgerEvent]) -> str:
         for event in events
     ]
     header = ["TIME (UTC)", "EVENT", "GENERATION", "STEP", "RANK", "DETAIL"]
-    return "\n".join(table(header, rows, right="GENERATION STEP RANK"))
+    first, *lines = table(header, rows, right="GENERATION STEP RANK")
+    blocks = [
+        [line, *quoted(last_lines_told(event))] for line, event in zip(lines, events, strict=True)
+    ]
+    return "\n".join([first, *chain.from_iterable(blocks)])
 
 
-def checkpoints_text(checkpoints: Sequence[Checkpoint]) -> str:
-    """One checkpoint a line; one that is not complete says why."""
+def checkpoints_text(checkpoints: Sequence[Checkpoint], pinned: Collection[int] = ()) -> str:
+    """One checkpoint a line; one that is not complete says why. `pinned` are steps."""
     if not checkpoints:
         return "no checkpoints"
     rows = [
         [
             str(one.step),
-            "yes" if one.complete else "no",
+            ("yes, pinned" if one.step in pinned else "yes") if one.complete else "no",
             size(one.bytes),
             _or_dash(one.world_size),
             _or_dash(one.generation),
@@ -109,6 +116,21 @@ def _restarts(status: RunStatus) -> str:
         f"submitted again {again}x" if again > 0 else "",
     ]
     return ", ".join(filter(None, parts))
+
+
+def _last_lines(found: LastLines | None) -> list[str]:
+    if found is None:
+        return []
+    whose = f"rank {found.world_rank} of generation {found.generation}"
+    return [f"last lines of {whose}:", *quoted(found.lines)]
+
+
+def _moment(time_s: float) -> str:
+    try:
+        return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    except (ValueError, OverflowError, OSError):
+        # A damaged event may name a moment that no calendar has.
+        return f"{time_s:g} s"
 
 
 def _or_dash(number: int | None) -> str:

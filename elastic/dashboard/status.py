@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastic.dashboard.last_lines import LastLines, last_lines_of_failure
 from elastic.dashboard.text import age
 from elastic.storage.checkpoints import Catalog, Checkpoint
 from elastic.storage.filesystem import Filesystem
@@ -81,6 +82,8 @@ class RunStatus:
     last_word_age_s: float
     storage: str
     dashboard_url: str | None
+    last_lines: LastLines | None
+    """Of the rank that caused the newest failure, until the run goes on after it."""
 
 
 def read_status(fs: Filesystem, run_file: RunFile, *, now_s: float) -> RunStatus:
@@ -116,7 +119,7 @@ def summarise(
         phase=_text(progress.get("phase")) if state == "RUNNING" else "",
         generation=_last_generation(events),
         world_size=_integer(group.get("world_size")),
-        ranks=[rank for rank in group.get("ranks", []) if isinstance(rank, dict)],
+        ranks=[rank for rank in _list(group.get("ranks")) if isinstance(rank, dict)],
         step=_last_step(events),
         until=_until(run_file, events),
         loss=_number(progress.get("loss")),
@@ -130,6 +133,7 @@ def summarise(
         last_word_age_s=silent_s,
         storage=storage,
         dashboard_url=_text(_last_data(events, "run_started").get("dashboard_url")) or None,
+        last_lines=last_lines_of_failure(events),
     )
 
 
@@ -218,6 +222,10 @@ def _number(value: object) -> float | None:
 
 def _integer(value: object) -> int | None:
     return value if isinstance(value, int) else None
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _text(value: object) -> str:

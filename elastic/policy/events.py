@@ -19,6 +19,8 @@ class RankError:
     traceback: str = ""
     is_victim: bool = False
     """The error only says that a peer went away: its cause lies with another rank."""
+    last_lines: tuple[str, ...] = ()
+    """What the rank wrote before it raised."""
 
 
 # --- events -------------------------------------------------------------------------------------
@@ -74,6 +76,8 @@ class WorkerDied(Event):
     world_rank: int
     node_lost: bool
     detail: str
+    last_lines: tuple[str, ...] = ()
+    """What the rank wrote last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,3 +213,6 @@ class End(Command):
     outcome: str
     reason: str
     error: RankError | None = None
+    cause_rank: int = -1
+    """The rank at fault when the run has failed, and what it wrote last; -1 when there is none."""
+    last_lines: tuple[str, ...] = ()

@@ -29,9 +29,9 @@ OVERHEAD_FORMULA = "C/T + (T/2 + W + D + R) / M"
 SOURCE = "Saxena et al. 2024, arXiv 2410.18124; for C, R << M it is Young's sqrt(2 M C)"
 
 DOUBTFUL_SHARE = 0.25
-"""Up to this share of M for T + W + D + R, the interval chosen here costs at most 0.5 % more of
-the time lost than the best one of Daly's complete model, in which failures also strike while the
-run recovers (its best interval does not depend on R)."""
+"""Up to this share of M for T + W + D + R, the formulas are trusted. Up to there (and W = 0) the
+interval chosen here loses at most 0.5 % more time than the best one under Daly's complete model,
+in which failures also strike while the run recovers, and R does not move the best interval."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -319,6 +319,7 @@ def _record_death(now: Situation, event: WorkerDied) -> Record:
         world_rank=event.world_rank,
         step=now.step,
         reason=event.detail,
+        data={"last_lines": list(event.last_lines)},
     )
 
 
@@ -343,7 +344,11 @@ def _record_error(event: RankFailed) -> Record:
         generation=event.generation,
         world_rank=error.world_rank,
         reason=f"{error.type_name}: {error.message}",
-        data={"is_victim": error.is_victim, "traceback": error.traceback},
+        data={
+            "is_victim": error.is_victim,
+            "traceback": error.traceback,
+            "last_lines": list(error.last_lines),
+        },
     )
 
 
@@ -515,7 +520,12 @@ def _end(
     phase = {"finished": Phase.FINISHED, "stopped": Phase.STOPPED, "failed": Phase.FAILED}[outcome]
     new = replace(now, phase=phase, since_s=time_s, reason=reason)
     record = Record(kind=f"run_{outcome}", generation=now.generation, step=now.step, reason=reason)
-    end = End(outcome=outcome, reason=reason, error=now.error if outcome == "failed" else None)
+    end = End(outcome=outcome, reason=reason)
+    if outcome == "failed":
+        end = replace(end, error=now.error)
+        cause = first_cause(now.errors, now.deaths)
+        if cause is not None:
+            end = replace(end, cause_rank=cause.world_rank, last_lines=cause.last_lines)
     return Decision(situation=new, commands=(*before, record, end), reason=reason)
 
 

@@ -6,14 +6,18 @@ ray or torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.metadata
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.lease import Lease, acquire
+from elastic.storage.redaction import redacted
 from elastic.storage.run_file import (
     RUN_FILE,
     Difference,
@@ -23,6 +27,22 @@ from elastic.storage.run_file import (
     load_run_file,
     update_run_file,
 )
+
+# Keys of the training function's configuration that a resumed run may change freely.
+OPERATIONAL = ("steps", "until", "epochs", "num_workers", "log_every", "eval_every", "save_every")
+
+
+def run_url(storage_path: str, name: str) -> str:
+    """The run's directory, as an absolute path or a URL.
+
+    Raises:
+        ValueError: the name is not one path component, or the storage no absolute place.
+    """
+    if not name or name in (".", "..") or any(part in name for part in ("/", "\\", "\0")):
+        raise ValueError(f"a run's name is one path component, without slashes; found {name!r}")
+    url = f"{storage_path.rstrip('/')}/{name}"
+    Filesystem.at(url)
+    return url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +58,35 @@ class RunSpec:
     accepted: Sequence[str] = ()
     """Identity fields that may differ from those the run was begun with; a field stands for all
     below it."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        name: str,
+        seed: int,
+        config: Mapping[str, Any],
+        identity: Mapping[str, Any] | None,
+        operational: Mapping[str, Any],
+        accepted: Sequence[str] = (),
+    ) -> RunSpec:
+        """The run that a training function is configured for, the same under every launcher.
+
+        `config` may hold any values; what is no JSON goes by its repr. An `identity` of None takes
+        all of it but what is only operational.
+        """
+        config = _json_able(config)
+        if identity is None:
+            identity = {key: value for key, value in config.items() if key not in OPERATIONAL}
+        return cls(
+            name=name,
+            seed=seed,
+            config=config,
+            identity=_json_able(identity),
+            operational={**operational, **{k: config[k] for k in OPERATIONAL if k in config}},
+            versions=dict(_versions("ray", "torch")),
+            accepted=tuple(accepted),
+        )
 
     def identity_fields(self) -> dict[str, Any]:
         """The identity, the seed among it."""
@@ -71,7 +120,7 @@ class IdentityMismatch(Exception):
 
 
 def claim(fs: Filesystem, spec: RunSpec, what: str) -> Claim:
-    """The lease on the run at `fs`, and its file as it now is.
+    """The lease on the run at `fs`, and its file as it now is, secret-like texts left out of it.
 
     `what` tells people about this owner. Raises:
         LeaseHeld: another driver is at it.
@@ -80,10 +129,19 @@ def claim(fs: Filesystem, spec: RunSpec, what: str) -> Claim:
     """
     lease = acquire(fs, what)
     try:
-        return _open(fs, spec, lease)
+        return _open(fs, _redacted(spec), lease)
     except BaseException:
         lease.release()
         raise
+
+
+def _redacted(spec: RunSpec) -> RunSpec:
+    return dataclasses.replace(
+        spec,
+        config=redacted(dict(spec.config)),
+        identity=redacted(dict(spec.identity)),
+        operational=redacted(dict(spec.operational)),
+    )
 
 
 def _open(fs: Filesystem, spec: RunSpec, lease: Lease) -> Claim:
@@ -135,3 +193,14 @@ def _refuse_orphans(fs: Filesystem) -> None:
 
 def _is_accepted(name: str, accepted: Sequence[str]) -> bool:
     return any(name == field or name.startswith(f"{field}.") for field in accepted)
+
+
+def _json_able(tree: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(dict(tree), default=repr))
+    return found
+
+
+def _versions(*packages: str) -> Iterator[tuple[str, str]]:
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield package, importlib.metadata.version(package)

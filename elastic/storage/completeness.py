@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic.storage.filesystem import Filesystem
@@ -167,10 +168,13 @@ def size_problems(manifest: Manifest, sizes: dict[str, int]) -> list[str]:
     return [_size_problem(file, size) for file, size in found if size != file.bytes]
 
 
-def digest_problem(fs: Filesystem, path: str, file: FileDigest) -> str:
+def digest_problem(
+    fs: Filesystem, path: str, file: FileDigest, tell_bytes: Callable[[int], None] | None = None
+) -> str:
     """What is wrong with the bytes of `file` in the directory `path`, "" if nothing.
 
-    Reads the file to its end. Trouble in reading raises, except that the file is missing.
+    Reads the file to its end, and tells the size of each piece; what that raises ends the reading.
+    Trouble in reading raises, except that the file is missing.
     """
     size = fs.size(f"{path}/{file.path}")
     if size != file.bytes:
@@ -180,6 +184,8 @@ def digest_problem(fs: Filesystem, path: str, file: FileDigest) -> str:
             digest = hashlib.sha256()
             while piece := stream.read(_PIECE_BYTES):
                 digest.update(piece)
+                if tell_bytes is not None:
+                    tell_bytes(len(piece))
     except FileNotFoundError:
         return _size_problem(file, None)
     found = f"sha256:{digest.hexdigest()}"

@@ -127,7 +127,7 @@ def acquire(
     """
     while True:
         epoch, holder = read(fs)
-        if holder is not None and not holder.released and not _is_dead(holder):
+        if holder is not None and not holder.released and not is_dead(holder):
             _wait_until_stale(fs, epoch, holder, stale_s, sleep)
         ours = _ourselves(what)
         if fs.create_new(_path(epoch + 1), _dump(ours)):
@@ -163,7 +163,7 @@ def _wait_until_stale(
             raise LeaseHeld(fs.url, str(now))
 
 
-def _is_dead(holder: Holder) -> bool:
+def is_dead(holder: Holder) -> bool:
     """Whether the holder's process can be seen to be gone; False where that cannot be told."""
     here = _machine()
     return here != "" and holder.machine == here and not Path(f"/proc/{holder.pid}").exists()

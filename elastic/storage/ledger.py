@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ import pyarrow as pa
 
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.format import check_format
+from elastic.storage.redaction import redacted, redacted_text
 
 FORMAT_VERSION = 1
 _DIR = "ledger"
@@ -104,7 +106,7 @@ class LedgerWriter:
         reason: str = "",
         data: Mapping[str, Any] | None = None,
     ) -> LedgerEvent:
-        """The event as written; it is durable when this returns.
+        """The event as written, secret-like texts left out; it is durable when this returns.
 
         Raises `TypeError` for data that is not JSON, and whatever the storage raises; the ledger is
         then as it was. `LedgerBroken` if an earlier event spoilt the file.
@@ -117,8 +119,8 @@ class LedgerWriter:
             generation=generation,
             step=step,
             world_rank=world_rank,
-            reason=_encodable(reason),
-            data=json.loads(json.dumps(dict(data or {}))),
+            reason=_encodable(redacted_text(reason)),
+            data=redacted(json.loads(json.dumps(dict(data or {})))),
         )
         batch = _batch(event).serialize().to_pybytes()
         if self._file is not None:
@@ -201,9 +203,10 @@ def _events(life: int, path: str, data: bytes) -> list[LedgerEvent]:
     events = []
     for row in zip(*rows.values(), strict=True):
         values = dict(zip(rows, row, strict=True))
-        with contextlib.suppress(ValueError):
-            values["data"] = json.loads(values["data"])
-            events.append(LedgerEvent(life=life, **values))
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            values["data"] = dict(json.loads(values["data"]))
+            if None not in values.values() and math.isfinite(values["time_s"]):
+                events.append(LedgerEvent(life=life, **values))
     return events
 
 
@@ -211,7 +214,11 @@ def _batches(path: str, data: bytes) -> Iterator[pa.RecordBatch]:
     try:
         stream = pa.ipc.open_stream(pa.py_buffer(data))
         version = (stream.schema.metadata or {}).get(b"format_version", b"0")
-        check_format(f"ledger {path}", int(version), FORMAT_VERSION)
+        number = int(version) if version.isdigit() else version
+        check_format(f"ledger {path}", number, FORMAT_VERSION)
+        if any(stream.schema.get_all_field_indices(name) == [] for name in _SCHEMA.names):
+            found = ", ".join(stream.schema.names)
+            raise ValueError(f"ledger {path} is none: it has the columns {found}")
         while True:
             yield stream.read_next_batch()
     except (StopIteration, pa.ArrowException, OSError):

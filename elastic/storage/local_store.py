@@ -7,6 +7,7 @@ Must not import ray or torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import shutil
@@ -23,7 +24,8 @@ class LocalStore:
     scheme = ""
 
     def open_input(self, path: str) -> BinaryIO:
-        return open(path, "rb")
+        with _loops_are_missing():
+            return open(path, "rb")
 
     def list(self, path: str) -> list[Entry]:
         try:
@@ -35,8 +37,9 @@ class LocalStore:
 
     def entry(self, path: str) -> Entry | None:
         try:
-            is_dir = os.path.isdir(path)
-            num_bytes = 0 if is_dir else os.stat(path).st_size
+            with _loops_are_missing():
+                is_dir = os.path.isdir(path)
+                num_bytes = 0 if is_dir else os.stat(path).st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
         return Entry(name=os.path.basename(path), is_dir=is_dir, bytes=num_bytes)
@@ -129,10 +132,23 @@ class _DurableWriter(io.BufferedWriter):
 def _entries(scan: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:
     for found in scan:
         # A name that vanishes between the listing and the look at it counts as gone before.
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), _loops_are_missing():
             is_dir = found.is_dir()
             num_bytes = 0 if is_dir else found.stat().st_size
             yield Entry(name=found.name, is_dir=is_dir, bytes=num_bytes)
+
+
+@contextlib.contextmanager
+def _loops_are_missing() -> Iterator[None]:
+    """A link that leads to itself is a file that is missing: one stray link must not stop a run."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise FileNotFoundError(
+            errno.ENOENT, "a link that leads to itself", error.filename
+        ) from error
 
 
 def _sync_dir(path: str) -> None:

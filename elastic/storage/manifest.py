@@ -108,13 +108,16 @@ class Manifest:
                 tensors={name: TensorInfo(**info) for name, info in tree["tensors"].items()},
                 files=[FileDigest(**file) for file in tree["files"]],
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"the manifest lacks or garbles a field: {error!r}") from error
 
 
 def parse(text: str | bytes) -> dict[str, Any]:
     """The JSON object in `text`. Raises `ValueError` if there is none."""
-    tree = json.loads(text)
+    try:
+        tree = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("expected a JSON object, found brackets in brackets") from error
     if not isinstance(tree, dict):
         raise ValueError(f"expected a JSON object, found {type(tree).__name__}")
     return tree

@@ -18,6 +18,14 @@ from elastic.storage.format import check_format
 FORMAT_VERSION = 1
 RUN_FILE = "run.json"
 ABSENT = "(absent)"
+# Those of the fields that are not mappings.
+_TYPES: dict[str, Any] = {
+    "name": str,
+    "run_id": str,
+    "created_s": int | float,
+    "seed": int,
+    "format_version": int,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +72,10 @@ def load_run_file(fs: Filesystem) -> RunFile | None:
     try:
         tree = json.loads(text)
         check_format(where, tree["format_version"], FORMAT_VERSION)
-        names = {field.name for field in dataclasses.fields(RunFile)}
-        return RunFile(**{name: value for name, value in tree.items() if name in names})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return _from_tree(tree)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{where} cannot be read ({error!r}): bring it back from a copy; "
+            f"{where} cannot be read ({type(error).__name__}: {error}): bring it back from a copy; "
             "without its run_id the checkpoints beside it have no owner"
         ) from error
 
@@ -147,6 +154,15 @@ def _write(fs: Filesystem, run_file: RunFile) -> RunFile:
     tree = _as_json(dataclasses.asdict(run_file))
     fs.write_bytes(RUN_FILE, (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode())
     return RunFile(**tree)
+
+
+def _from_tree(tree: Mapping[str, Any]) -> RunFile:
+    values = {field.name: tree[field.name] for field in dataclasses.fields(RunFile)}
+    for name, value in values.items():
+        expected = _TYPES.get(name, dict)
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}")
+    return RunFile(**values)
 
 
 def _as_json(tree: Any) -> Any:

@@ -8,6 +8,8 @@ generation cannot join by accident.
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +17,9 @@ import torch
 import torch.distributed as dist
 
 from elastic.training.membership import Membership
+
+_STORE_S = 30.0
+_LOOK_UP = timedelta(milliseconds=200)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,27 +43,36 @@ def open_store(host: str, timeout_s: float = 60.0) -> dist.TCPStore:
     )
 
 
+class Superseded(Exception):
+    """A newer generation was planned while the ranks of this one were still joining."""
+
+
 def connect(
     member: Membership,
     *,
     use_cuda: bool,
     timeout_s: float,
     server: dist.Store | None = None,
+    is_superseded: Callable[[], bool] = lambda: False,
 ) -> Groups:
     """Join the generation's process groups.
 
     `server` is rank 0's own store; the others connect to it. `timeout_s` bounds each collective.
+    Raises:
+        Superseded: `is_superseded` said so while not all ranks were there.
     """
     store = server or dist.TCPStore(
         host_name=member.store_host,
         port=member.store_port,
         is_master=False,
         wait_for_workers=False,
-        timeout=timedelta(seconds=60.0),
+        timeout=timedelta(seconds=_STORE_S),
     )
+    store = dist.PrefixStore(f"generation-{member.generation}", store)
+    _meet(store, member, timeout_s, is_superseded)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
-        store=dist.PrefixStore(f"generation-{member.generation}", store),
+        store=store,
         rank=member.world_rank,
         world_size=member.world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -66,6 +80,24 @@ def connect(
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     saves = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     return Groups(control=control, saves=saves)
+
+
+def _meet(
+    store: dist.Store, member: Membership, timeout_s: float, is_superseded: Callable[[], bool]
+) -> None:
+    """Wait until all ranks are there: joining proper cannot be called off, so it comes after."""
+    if store.add("here", 1) == member.world_size:
+        store.set("all", "1")
+    until_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            store.wait(["all"], _LOOK_UP)
+            return
+        except dist.DistStoreError:
+            if is_superseded():
+                raise Superseded(f"generation {member.generation}") from None
+            if time.monotonic() > until_s:
+                raise
 
 
 def disconnect() -> None:

@@ -68,7 +68,7 @@ class Run:
         self._state: TrackedState | None = None
         self._rng: Callable[[], None] | None = None
         self._pending: tuple[int, dict[str, float], PendingMetrics] | None = None
-        self._saves_seen = 0
+        self._saves_asked = self._saves_seen = 0
         self._reporter = Reporter(coordinator)
         self._begun_s = time.monotonic()
         self._loaded_s: float | None = None
@@ -309,8 +309,9 @@ class Run:
 
     def _agree(self, num_valid_tokens: int, num_samples: int = 0) -> Agreement:
         orders = self._coordinator.orders()
-        asked = orders.saves_asked > self._saves_seen
-        self._saves_seen = orders.saves_asked
+        self._saves_asked = orders.saves_asked
+        # One that is asked for while another is in flight is put off, where a due one is skipped.
+        asked = self._saves_asked > self._saves_seen and not self._saves.is_in_flight
         is_due = self.world_rank == 0 and (asked or self._saves.is_due(self.step + 1))
         return Agreement(
             num_valid_tokens=num_valid_tokens,
@@ -369,7 +370,8 @@ class Run:
         if agreement.save():
             self._reporter.phase = "save"
             self._flush_metrics()
-            self._saves.save_or_skip(state, self._counters())
+            if self._saves.save_or_skip(state, self._counters()):
+                self._saves_seen = self._saves_asked
 
     def _end(self, state: TrackedState) -> None:
         self._reporter.phase = "end"

@@ -72,10 +72,15 @@ class Saves:
         self.last_step = self.committed_step = step
         self.last_s = time.monotonic()
 
-    def save_or_skip(self, state: TrackedState, counters: Mapping[str, int]) -> None:
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether this rank's last save is still being written or committed."""
+        return self._flight is not None and not self._flight.result.done()
+
+    def save_or_skip(self, state: TrackedState, counters: Mapping[str, int]) -> bool:
         """Begin a save, unless one is still in flight on any rank and the policy is to skip.
 
-        Raises:
+        Whether it was begun, the same on every rank. Raises:
             SaveFailed: as many saves in a row have failed as the run allows.
         """
         self.settle()
@@ -85,8 +90,10 @@ class Saves:
         dist.all_reduce(busy, group=self._groups.control)
         if busy.item() == 0:
             self._begin(state, counters)
-        elif self._member.world_rank == 0:
+            return True
+        if self._member.world_rank == 0:
             self._coordinator.notify("save_skipped", {"step": counters["step"]})
+        return False
 
     def save_and_wait(self, state: TrackedState, counters: Mapping[str, int]) -> None:
         """The state of this step, committed when this returns.

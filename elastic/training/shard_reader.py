@@ -9,13 +9,19 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -106,12 +112,54 @@ class ShardReader(StorageReader):
         done.set_result(None)
         return done
 
+    def files_of(self, names: Collection[str]) -> list[FileDigest]:
+        """The files that hold these tensors. Raises `CheckpointCorrupt`."""
+        storage = self.read_metadata().storage_data
+        held = {info.relative_path for index, info in storage.items() if index.fqn in names}
+        return [self._file(name) for name in sorted(held)]
+
+    def read_tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """One whole tensor in this process's memory, of that dtype, whatever shards it lies in.
+
+        Needs its size in memory and that of its largest shard, or once its size where both are one.
+        """
+        metadata = self.read_metadata()
+        entry = metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata), name
+        target: torch.Tensor | None = None
+        for chunk in entry.chunks:
+            info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            shard = self._read_shard(info)
+            if shard.shape == entry.size and shard.dtype == dtype:
+                return shard
+            target = torch.empty(entry.size, dtype=dtype) if target is None else target
+            part = target
+            for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                part = part.narrow(dim, offset, length)
+            part.copy_(shard)
+            del shard  # else the next one would be read while this one is still held
+        held = sum(chunk.sizes.numel() for chunk in entry.chunks)
+        if held != entry.size.numel():
+            raise CheckpointCorrupt(
+                self._path, f"{name!r} has {entry.size.numel()} values, its shards hold {held}"
+            )
+        return torch.empty(entry.size, dtype=dtype) if target is None else target
+
+    def _read_shard(self, info: _StorageInfo) -> torch.Tensor:
+        with self._reading(info.relative_path) as stream:
+            return _load(stream, info)
+
     def _read_file(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
+        with self._reading(name) as stream:
+            for item in items:
+                self._read_item(item, stream, planner)
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[BinaryIO]:
         file = self._file(name)
         try:
             with self._fs.open_input(f"{self._path}/{name}") as stream:
-                for item in items:
-                    self._read_item(item, stream, planner)
+                yield stream
         except FileNotFoundError:
             raise CheckpointCorrupt(self._path, f"{name} is missing") from None
         except OSError:
@@ -124,9 +172,7 @@ class ShardReader(StorageReader):
             raise
 
     def _read_item(self, item: ReadItem, stream: BinaryIO, planner: LoadPlanner) -> None:
-        info = self._storage[item.storage_index]
-        part = _Slice(stream, info.offset, info.length)
-        tensor = torch.load(part, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+        tensor = _load(stream, self._storage[item.storage_index])
         for dim, (offset, length) in enumerate(
             zip(item.storage_offsets, item.lengths, strict=True)
         ):
@@ -158,6 +204,16 @@ class ShardReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False
+
+
+def _load(stream: BinaryIO, info: _StorageInfo) -> torch.Tensor:
+    part = _Slice(stream, info.offset, info.length)
+    tensor: torch.Tensor = torch.load(
+        part,  # type: ignore[arg-type]
+        map_location="cpu",
+        weights_only=True,
+    )
+    return tensor
 
 
 class _Unpickler(pickle.Unpickler):

@@ -100,24 +100,15 @@ def at_path(tree: Any, path: list[Any]) -> Any:
 
 
 def aim(
-    restoration: Restoration,
-    live: Any,
-    saved: Mapping[str, Any],
-    infos: Mapping[str, TensorInfo],
-    *,
-    copy: bool = False,
+    restoration: Restoration, live: Any, saved: Mapping[str, Any], infos: Mapping[str, TensorInfo]
 ) -> None:
-    """Add a target for each slot: the live tensor at its place, else a new one.
-
-    With `copy` a new one like the live one, except that a sharded one is filled where it is.
-    """
+    """Add a target for each slot: the live tensor at its place, else a new one."""
     for slot in saved["slots"]:
         name, tensor = slot["name"], at_path(live, slot["path"])
         if name not in infos:
             raise ValueError(f"the checkpoint names a tensor {name!r} that it does not hold")
         if isinstance(tensor, torch.Tensor):
-            whole = copy and not isinstance(tensor, DTensor)
-            restoration.aim(name, torch.zeros_like(tensor) if whole else tensor, infos[name])
+            restoration.aim(name, tensor, infos[name])
         elif slot["kind"] == "dtensor":
             restoration.refuse(name, "no sharded tensor to load into", "a sharded tensor")
         elif name not in restoration.targets:

@@ -60,10 +60,9 @@ class StateDictPart:
 
     def prepare(self, plain: Any, saved: Mapping[str, TensorInfo]) -> Restoration:
         restoration = Restoration()
-        # The object alone knows which of its tensors are one and the same, and where its
-        # load_state_dict puts what it is given: it gets copies, save for sharded tensors, which
-        # nobody else could make.
-        tree.aim(restoration, self._stateful.state_dict(), plain, saved, copy=True)
+        # Where state_dict gives out the live tensors they are filled in place, and the call in
+        # finish finds them as they should be; where it gives copies, that call is what restores.
+        tree.aim(restoration, self._stateful.state_dict(), plain, saved)
         restoration.finish = lambda: self._finish(tree.join(plain, restoration.targets))
         return restoration
 

@@ -1,3 +1,3 @@
-"""The operator's verbs, a module for each noun; `elastic.cli` gathers them. Neither ray nor torch."""
+"""The operator's verbs, a module for each noun; `elastic.cli` gathers them. No ray, no torch."""
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def reading(run: str) -> Iterator[None]:
     except Exception as error:  # storage clients raise classes of their own
         raise BadRun(
             f"cannot read {shown}: {type(error).__name__}: {plain(str(error))}. Check that "
-            "this machine can reach that storage and may read it"
+            "this machine can reach that storage and may read it, and that nobody changed it"
         ) from error
 
 

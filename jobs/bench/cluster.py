@@ -95,7 +95,7 @@ def local_cluster(
     """A running cluster and a directory of its own; on the way out all of it is gone."""
     import ray  # noqa: F401  (sets its logger's level when imported, so it has to come first)
 
-    logging.getLogger("ray").setLevel(logging.WARNING)
+    logging.getLogger("ray").setLevel(logging.ERROR)
     with (
         _directory() as directory,
         _marked_environment() as mark,

@@ -26,7 +26,7 @@ def test_function_in_rays_style_is_explained():
     def train_func(config: dict[str, Any]) -> None:
         raise AssertionError("never called")
 
-    with pytest.raises(TypeError, match=r"train_func\(config\).*run: elastic.Run.*run.track"):
+    with pytest.raises(TypeError, match=r"run: elastic.Run.*train_func\(config\).*run.track"):
         make(train_func)
     with pytest.raises(TypeError, match="one argument"):
         make(lambda: None)

@@ -97,7 +97,10 @@ ATTRIBUTES = {
         "_worker_group_context",
         "_train_run_context",
         "_callbacks",
+        "_world_rank_to_ongoing_poll",
+        "_worker_rank_to_replica_group_rank",
     ],
+    "ray.train.v2._internal.execution.context:TrainContext": [],
     "ray.train.v2._internal.execution.controller:TrainController": [
         "_worker_group",
         "_scaling_policy",
@@ -134,7 +137,12 @@ def test_attributes_are_there(owner: str):
 
 def test_members_of_ray_state_and_worker_metadata():
     import ray
-    from ray.train.v2._internal.execution.context import DistributedContext
+    from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
+    from ray.train.v2._internal.execution.context import (
+        DistributedContext,
+        TrainContext,
+        get_train_context,
+    )
     from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 
     assert {"world_rank", "world_size", "local_rank", "local_world_size", "node_rank"} <= set(
@@ -142,6 +150,10 @@ def test_members_of_ray_state_and_worker_metadata():
     )
     assert {"node_id", "node_ip", "pid"} <= set(ActorMetadata.__dataclass_fields__)
     assert isinstance(ray._raylet.RAY_NODE_ID_KEY, str)
+    assert "distributed_context" in TrainContext.__dataclass_fields__
+    assert not TrainContext.__dataclass_params__.frozen  # a warm re-form changes it in place
+    assert callable(get_train_context)
+    assert callable(SynchronizationActor.__ray_metadata__.modified_class.reset)
     assert callable(ray._private.state.state.get_draining_nodes)
 
 

@@ -291,18 +291,23 @@ def test_damage_is_found_and_named(  # B14 B24
         load(fs(tmp_path), "step-2", manifest, tracked)
 
 
-def test_a_sound_checkpoint_has_no_problems_and_every_file_one_reader(
+def test_the_files_are_shared_out_over_the_ranks(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _, manifest = checkpoint
-    read: list[str] = []
+    read: list[FileDigest] = []
     monkeypatch.setattr(
-        "elastic.training.loading.digest_problem",
-        lambda fs, path, file: read.append(file.path) or "",
+        "elastic.training.loading.digest_problem", lambda fs, path, file: read.append(file) or ""
     )
+    shares = []
     for rank in range(3):
+        before = len(read)
         assert verify_share(fs(folder), "step-2", manifest.files, rank, 3) == []
-    assert sorted(read) == sorted(file.path for file in manifest.files)
+        shares.append(sum(file.bytes for file in read[before:]))
+    assert sorted(file.path for file in read) == sorted(file.path for file in manifest.files)
+    largest = max(file.bytes for file in manifest.files)
+    assert max(shares) <= max(largest, sum(shares) / 2)
+    assert min(shares) > 0
 
 
 class Bomb:

@@ -10,8 +10,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
-from jobs.model import PRESETS, ModelConfig, Transformer, build, initialise, loss_sum
+from jobs.model import PRESETS, Attention, ModelConfig, Transformer, build, initialise, loss_sum
 from tests.dist.processes import run_ranks
 
 SMALL = ModelConfig(vocab_size=23, dim=12, num_layers=2, num_heads=3, mlp_dim=20)
@@ -65,6 +66,17 @@ def test_where_a_token_stands_matters() -> None:
     forth = model(torch.tensor([[1, 2, 3]]))[0, -1]
     back = model(torch.tensor([[2, 1, 3]]))[0, -1]
     assert not torch.allclose(forth, back)
+
+
+def test_only_the_distance_between_tokens_matters() -> None:
+    """Zeros carry no value and no score, so they move what is beside them and change no direction."""
+    attention = Attention(ModelConfig(dim=8, num_heads=1)).double()
+    early, late = torch.zeros(2, 1, 9, 8, dtype=torch.float64)
+    early[0, [0, 2]] = late[0, [5, 7]] = torch.randn(2, 8, dtype=torch.float64)
+    directions = attention(early)[0, 2], attention(late)[0, 7]
+    assert F.cosine_similarity(*directions, dim=0).item() == pytest.approx(1, abs=1e-12)
+    late[0, 6] = late[0, 5]
+    assert F.cosine_similarity(directions[0], attention(late)[0, 7], dim=0).item() < 0.9999
 
 
 def test_the_loss_is_a_sum_over_the_labels_that_count() -> None:

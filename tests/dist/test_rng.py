@@ -14,7 +14,7 @@ import torch
 
 from elastic.training import jsonable, rng
 from elastic.training.state import TrackedState
-from tests.dist.small_run import restore, save, small
+from tests.dist.small_run import restore, save, small, train
 
 SEED = 1234
 
@@ -101,8 +101,7 @@ def resumed(saved: list[dict[str, Any]], step: int, world_size: int) -> list[lis
     return draws
 
 
-def test_new_ranks_get_streams_of_their_own(  # B26
-) -> None:
+def test_new_ranks_get_streams_of_their_own() -> None:  # B26
     saved, expected = [], []
     for rank in range(2):
         rng.derive(SEED, 0, rank)
@@ -143,10 +142,15 @@ def test_the_step_after_a_resume_has_its_own_noise(tmp_path: Path) -> None:  # B
     assert eighth not in reference[:7]
 
 
-def test_saving_and_loading_draw_nothing(tmp_path: Path) -> None:
-    tracked = TrackedState(model=small(sharded=False))
+def test_saving_and_loading_draw_nothing(tmp_path: Path) -> None:  # B27
+    model = small(sharded=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    counters = {"mean": torch.ones(2)}
+    tracked = TrackedState(model=model, optimizer=optimizer, counters=counters)
+    train(model, optimizer, range(1))
     rng.derive(SEED, 0, 0)
     before = jsonable.dumps(rng.capture())
     manifest = save(tmp_path, "a", tracked)
+    optimizer.state.clear()
     restore(tmp_path, "a", manifest, tracked)
     assert jsonable.dumps(rng.capture()) == before

@@ -84,6 +84,11 @@ def test_parquet_of_tokens(tmp_path: Path, cache: Path, column: pa.Array) -> Non
     assert prepared.vocab_size == 70001
 
 
+def test_texts_that_are_a_part_of_an_array() -> None:
+    texts = pa.array(["no", "ab", "c"], pa.large_string())[1:]
+    assert corpus._joined(texts).tolist() == [97, 98, END_OF_TEXT, 99, END_OF_TEXT]
+
+
 def test_a_folder_with_parquet_is_a_parquet_folder(tmp_path: Path, cache: Path) -> None:
     parquet(tmp_path / "data/b.parquet", text=["b"])
     parquet(tmp_path / "data/a/c.parquet", text=["c"])
@@ -258,6 +263,22 @@ def test_unreadable(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Path, "open", deny)
     assert f"{path} cannot be read: Permission denied" in refused(path, cache)
     assert f"{path} cannot be read: Permission denied" in refused(tmp_path, cache)
+
+
+def test_a_folder_that_cannot_be_listed(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data/below").mkdir(parents=True)
+    (tmp_path / "data/x").write_text("abc")
+    listed = os.scandir
+
+    def deny(path: Any) -> Any:
+        if str(path).endswith("below"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", deny)
+    assert "below cannot be read: Permission denied" in refused(tmp_path / "data", cache)
 
 
 def test_not_a_file(tmp_path: Path, cache: Path) -> None:

@@ -1,0 +1,44 @@
+"""Whether a run still goes on, asked again and again. Reads the lease, which is small, and the
+ledger only once the lease no longer beats. Must import neither ray nor torch."""
+
+from __future__ import annotations
+
+import time
+
+from elastic.dashboard.status import TERMINAL, state_of
+from elastic.storage import lease
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import read_ledger
+
+
+class RunWatch:
+    """Watches one run. `stale_s` is how long a lease may stand still before its owner is dead."""
+
+    def __init__(self, fs: Filesystem, stale_s: float = lease.STALE_S) -> None:
+        self._fs = fs
+        self._stale_s = stale_s
+        self._beat = (-1, -1)
+        self._beat_seen_s = time.monotonic()
+
+    def end(self) -> tuple[str, str] | None:
+        """Final state and reason, UNKNOWN when the driver is gone without one; None while it goes on.
+
+        Raises:
+            UnsupportedFormat: a newer version of elastic wrote this run.
+        """
+        epoch, holder = lease.read(self._fs)
+        is_held = holder is not None and not holder.released
+        if is_held and not self._stands_still(epoch, holder.beats):
+            return None
+        events = read_ledger(self._fs)
+        last_s = events[-1].time_s if events else 0.0
+        state, reason = state_of(events, silent_s=max(0.0, time.time() - last_s))
+        if state in TERMINAL or state == "UNKNOWN":
+            return state, reason
+        return ("UNKNOWN", f"its driver is gone; the last was {state}") if is_held else None
+
+    def _stands_still(self, epoch: int, beats: int) -> bool:
+        now_s = time.monotonic()
+        if (epoch, beats) != self._beat:
+            self._beat, self._beat_seen_s = (epoch, beats), now_s
+        return now_s - self._beat_seen_s >= self._stale_s

@@ -1,0 +1,66 @@
+"""Rollback: back to an earlier checkpoint, the newer ones set aside with the reason, none deleted.
+
+Only the holder of the run's lease may do it. Must not import ray or torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.storage.checkpoints import Catalog
+from elastic.storage.ledger import LedgerWriter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """What one rollback has done: complete checkpoints that no longer count, by step."""
+
+    to_step: int
+    set_aside: dict[int, str]
+    """Where each one's files, or its marker, lie now, relative to the run's root."""
+
+
+class RollbackRefused(Exception):
+    """There is no complete checkpoint at the step to go back to; nothing was changed."""
+
+    def __init__(self, url: str, step: int, why: str) -> None:
+        super().__init__(url, step, why)
+        self.url = url
+        self.step = step
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"cannot take {self.url} back to step {self.step}: {self.why}. Nothing was changed"
+
+
+def roll_back(
+    catalog: Catalog, ledger: LedgerWriter, to_step: int, reason: str, *, time_s: float
+) -> Rollback:
+    """Make the complete checkpoint of `to_step` the highest, so that it is resumed next.
+
+    The ledger is told before any newer one is set aside, and of nothing if there are none. They go
+    highest first: cut short, the run is at one of them, and rolling back again ends it. Raises
+    `RollbackRefused`, `UnsupportedFormat`.
+    """
+    complete = catalog.complete_steps()
+    if to_step not in complete:
+        raise RollbackRefused(catalog.fs.url, to_step, _why_not(catalog, to_step, complete))
+    newer = [step for step in reversed(complete) if step > to_step]
+    if newer:
+        data = {"set_aside": newer}
+        ledger.append("rolled_back", step=to_step, reason=reason, data=data, time_s=time_s)
+    why = f"rolled back to step {to_step}: {reason}"
+    return Rollback(
+        to_step=to_step, set_aside={step: catalog.quarantine(step, why) for step in newer}
+    )
+
+
+def _why_not(catalog: Catalog, step: int, complete: list[int]) -> str:
+    if not complete:
+        return "it has no complete checkpoint"
+    steps = ", ".join(map(str, complete[-10:]))
+    more = f" and {len(complete) - 10} older" if len(complete) > 10 else ""
+    return (
+        f"it is not one of its complete checkpoints, which are those of the steps {steps}{more} "
+        f"(step {step}: {catalog.inspect(step).reason})"
+    )

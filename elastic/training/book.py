@@ -1,0 +1,249 @@
+"""The book of a run without Ray: ledger, metrics and catalog, in the hands of rank 0's process.
+
+Claims the run, says where it resumes, publishes its saves. Knows no process group and no store.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic.policy.retention import Retention
+from elastic.storage.checkpoints import Catalog
+from elastic.storage.claim import RunSpec, claim
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
+from elastic.storage.metrics import MetricsWriter
+from elastic.training.coordinator import CommitResult, NoSoundCheckpoint, Shard
+from elastic.training.membership import TrainingConfig
+from elastic.training.publishing import publish
+
+_PROGRESS_S = 5.0
+_TELL_S = 1.0
+
+
+class Launcher:
+    """Whoever started the ranks, as they see it. This one says nothing and asks for nothing."""
+
+    what = "ranks of one machine"
+    """For the lease: who holds the run, in words."""
+    restarts = 0
+    """How often it has started this group before."""
+    reached_step = -1
+    """The last step that those starts finished; -1 where that is not known."""
+
+    def is_stop_asked(self) -> bool:
+        """Whether the run shall save and stop. Local, no waiting."""
+        return False
+
+    def reached(self, step: int) -> None:
+        """Rank 0 has finished this step."""
+
+    def tell(self, status: Mapping[str, Any]) -> None:
+        """How the run stands, on rank 0, about once a second: the keys of `ElasticTrainer.fit`."""
+
+
+class Book:
+    """What rank 0 writes about the run. Called from its training, save and reporter threads."""
+
+    def __init__(
+        self, config: TrainingConfig, spec: RunSpec, keep: Retention, launcher: Launcher
+    ) -> None:
+        """Raises what `claim` raises, and then nothing was written."""
+        filesystem = Filesystem.at(config.run_url)
+        self._claim = claim(filesystem, spec, launcher.what)
+        self._past = read_ledger(filesystem)
+        self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])
+        self._metrics = MetricsWriter(filesystem)
+        self._catalog = Catalog(filesystem, self._claim.run_file.run_id)
+        self._keep = keep
+        self._launcher = launcher
+        self._lock = threading.Lock()
+        self._generation = max((event.generation for event in self._past), default=-1) + 1
+        self._resumed: int | None = None
+        self._protected: set[int] = set()
+        self._recorded_s = self._told_s = time.monotonic()
+        self._status: dict[str, Any] = {
+            "state": "STARTING",
+            "reason": "",
+            "phase": "",
+            "loss": None,
+            "tokens_per_s": None,
+            "generation": self._generation,
+            "world_size": 0,
+            "step": -1,
+            "checkpoint_step": -1,
+            "restarts": launcher.restarts,
+        }
+
+    def choose(self) -> tuple[str, int, int | None]:
+        """The run's id, the generation that begins, and the step to resume; None for step 0.
+
+        Raises:
+            NoSoundCheckpoint: checkpoints were committed and none is complete now.
+        """
+        self._catalog.sweep(self._generation)
+        found = self._catalog.highest()
+        self._resumed = None if found is None else found.step
+        lost = [event.step for event in self._past if event.kind == "checkpoint_committed"]
+        if found is None and lost:
+            raise NoSoundCheckpoint(
+                f"{len(lost)} checkpoints were committed, the last at step {lost[-1]}, and none "
+                "is complete now: restore them, or use another name"
+            )
+        self._protected = set() if found is None else {found.step}
+        return self._claim.run_file.run_id, self._generation, self._resumed
+
+    def begin(self, world_size: int) -> None:
+        """The group is connected."""
+        step = -1 if self._resumed is None else self._resumed
+        begins = "begins at step 0" if self._resumed is None else f"resumes from step {step}"
+        plural = "" if world_size == 1 else "s"
+        reason = f"{self._launcher.what}: {world_size} rank{plural}, {begins}"
+        self._status.update(
+            reason=reason, world_size=world_size, step=max(0, step), checkpoint_step=step
+        )
+        data = {
+            "run_id": self._claim.run_file.run_id,
+            "name": self._claim.run_file.name,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "under": self._launcher.what,
+            "restarts": self._launcher.restarts,
+            "lease_epoch": self._claim.lease.epoch,
+        }
+        if self._launcher.restarts:
+            # Before this life's first word, since it is about the end of the life before.
+            self._record(
+                "failure_decided",
+                reason=f"{self._launcher.what} started the group again "
+                f"(restart {self._launcher.restarts})",
+                data={"cause": "launcher restart", "then": "restart"},
+            )
+        self._record("run_started", data=data)
+        for change in self._claim.changed:
+            self._record("config_changed", reason=str(change))
+        self._record(
+            "generation_started", step=step, reason=reason, data={"world_size": world_size}
+        )
+
+    def hear(self, kind: str, data: Mapping[str, Any]) -> None:
+        """A word of rank 0: see `Coordinator.notify`."""
+        if kind == "restored_state":
+            self._on_restored(int(data["step"]), bool(data["resumed"]))
+        elif kind == "first_step":
+            self._on_first_step(int(data["step"]))
+        elif kind == "progress":
+            self._on_progress(data)
+        elif kind == "save_skipped":
+            self._record(
+                "checkpoint_skipped",
+                step=int(data["step"]),
+                reason="the save before it was still being written",
+            )
+        elif kind == "rng_left_out":
+            streams = ", ".join(data["streams"])
+            self._record(
+                "rng_left_out",
+                reason=f"random streams not restored: {streams}; one side has no such device",
+            )
+
+    def _on_restored(self, step: int, resumed: bool) -> None:
+        self._protected = set()
+        self._resumed = step
+        self._metrics.start(self._generation, step + 1, time.time())
+        self._record("resumed" if resumed else "started", step=step)
+        self._status["state"] = "RUNNING"
+
+    def _on_first_step(self, step: int) -> None:
+        if self._launcher.restarts and self._past:
+            resumed = 0 if self._resumed is None else self._resumed
+            self._record(
+                "recovered",
+                step=step,
+                reason=f"restarted by {self._launcher.what}",
+                data={
+                    "lost_steps": max(0, self._launcher.reached_step - resumed),
+                    "new_world_size": self._status["world_size"],
+                },
+            )
+
+    def _on_progress(self, data: Mapping[str, Any]) -> None:
+        status, now_s = self._status, time.monotonic()
+        for row in data["rows"]:
+            values = row["values"]
+            self._metrics.add(self._generation, row["step"], row["time_s"], values)
+            status["loss"] = values.get("loss", status["loss"])
+            if values.get("step_s", 0.0) > 0:
+                status["tokens_per_s"] = values.get("tokens", 0.0) / values["step_s"]
+        status["phase"] = data["phase"]
+        if data["step"] > status["step"]:
+            status["step"] = data["step"]
+            self._launcher.reached(data["step"])
+        if now_s - self._recorded_s >= _PROGRESS_S:
+            self._recorded_s = now_s
+            shown = {key: status[key] for key in ("phase", "loss", "tokens_per_s", "state")}
+            self._record("progress", step=status["step"], data=shown)
+        if now_s - self._told_s >= _TELL_S:
+            self._told_s = now_s
+            self._launcher.tell(dict(status))
+
+    def commit(self, shards: Sequence[Shard]) -> CommitResult:
+        """Publish the save that these shards are the whole of."""
+        failures = [shard.failure for shard in shards if shard.failure]
+        step = shards[0].step
+        if failures:
+            self._record("checkpoint_failed", step=step, reason=failures[0])
+            return CommitResult(committed=False, reason=failures[0])
+        try:
+            self._claim.lease.check()
+            self._metrics.flush()
+            done = publish(self._catalog, shards, self._keep, self._protected)
+        except Exception as error:  # noqa: BLE001 - whatever storage raises fails the save
+            reason = f"{type(error).__name__}: {error}"
+            self._record("checkpoint_failed", step=step, reason=reason)
+            return CommitResult(committed=False, reason=reason)
+        self._record("checkpoint_committed", step=step, data=done.record())
+        self._status["checkpoint_step"] = step
+        for old in done.removed:
+            self._record("checkpoint_removed", step=old, reason="retention")
+        return CommitResult(committed=True)
+
+    def step_back(self, step: int, reason: str) -> int:
+        """The next older checkpoint than this bad one, which is put aside."""
+        self._record("checkpoint_quarantined", step=step, reason=reason)
+        if self._catalog.inspect(step).complete:
+            self._catalog.quarantine(step, reason)
+        found = self._catalog.highest(below=step)
+        if found is None:
+            raise NoSoundCheckpoint(
+                f"no checkpoint with sound bytes is left; the last tried, step {step}: {reason}"
+            )
+        self._protected = {found.step}
+        return found.step
+
+    def end(self, outcome: str, step: int, reason: str) -> None:
+        """The run is over for this process: `finished`, `stopped` or `failed`."""
+        self._metrics.flush()
+        self._record(f"run_{outcome}", step=step, reason=reason)
+        self._launcher.tell({**self._status, "state": outcome.upper(), "reason": reason})
+        self._ledger.close()
+        self._claim.lease.release()
+
+    def _record(
+        self, kind: str, *, step: int = -1, reason: str = "", data: Mapping[str, Any] | None = None
+    ) -> None:
+        with self._lock:
+            self._ledger.append(
+                kind,
+                generation=self._generation,
+                step=step,
+                reason=reason,
+                data=data,
+                time_s=time.time(),
+            )

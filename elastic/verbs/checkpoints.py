@@ -1,0 +1,242 @@
+"""The verbs about checkpoints: list, verify, prune, pin and unpin.
+
+Only prune with --yes, pin and unpin change anything. Must import neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from elastic.dashboard.checkpoint_report import fates_text, steps_text, verdicts_text
+from elastic.dashboard.report import checkpoints_text
+from elastic.dashboard.text import plain, size, to_json
+from elastic.policy.retention import Retention
+from elastic.storage import pins, pruning, verification
+from elastic.storage.checkpoints import Catalog, NotComplete
+from elastic.storage.completeness import home
+from elastic.storage.pruning import Fate
+from elastic.storage.verification import ABSENT, BAD, GOOD, UNREADABLE, Verdict
+from elastic.verbs.progress import progress
+from elastic.verbs.run_argument import (
+    BadRun,
+    Problem,
+    json_option,
+    open_run,
+    reading,
+    run_argument,
+)
+
+_STEP = click.IntRange(min=0)
+
+
+@click.group()
+def checkpoints() -> None:
+    """The checkpoints of a run: look at them, check their bytes, keep or remove them."""
+
+
+@checkpoints.command("list", short_help="All of them, and why some do not count.")
+@run_argument
+@json_option
+def list_checkpoints(run: str, as_json: bool) -> None:
+    """Every checkpoint of RUN, lowest step first, and why an incomplete one does not count."""
+    with reading(run):
+        catalog = _catalog(run)
+        found = catalog.list()
+        pinned = pins.pinned_steps(catalog.fs)
+        shown = to_json(list(map(asdict, found))) if as_json else checkpoints_text(found, pinned)
+    click.echo(shown)
+
+
+@checkpoints.command(short_help="Read every byte and check it against its digest.")
+@run_argument
+@json_option
+@click.option("--step", "steps", type=_STEP, multiple=True, help="Only this step; repeatable.")
+def verify(run: str, as_json: bool, steps: tuple[int, ...]) -> None:
+    """Read every byte of RUN's checkpoints, several files at once, and check the digests.
+
+    Changes nothing: a run that is to load a bad one quarantines it itself and takes the next older
+    one. One that is removed by retention meanwhile is "gone", which is no problem.
+
+    \b
+    Exit codes: 0 all are good, 1 at least one is bad or unreadable, 2 no such run or step.
+    """
+    with reading(run):
+        catalog = _catalog(run)
+        with progress("verified") as tell:
+            verdicts = verification.verify(catalog, steps or None, tell)
+        pinned = pins.pinned_steps(catalog.fs)
+        shown = (
+            to_json([_verdict(one, one.step in pinned) for one in verdicts])
+            if as_json
+            else verdicts_text(verdicts, pinned)
+        )
+        for one in verdicts:
+            if one.result == ABSENT:
+                raise _no_step(catalog, one.step, one.problems[0])
+    click.echo(shown)
+    if any(one.result in (BAD, UNREADABLE) or (steps and one.result != GOOD) for one in verdicts):
+        raise SystemExit(1)
+
+
+@checkpoints.command(short_help="Remove old ones; shows first what would go.")
+@run_argument
+@json_option
+@click.option(
+    "--keep", type=click.IntRange(min=1), required=True, metavar="K", help="Keep the newest K."
+)
+@click.option(
+    "--keep-every",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Keep those too whose step N divides.",
+)
+@click.option("--yes", is_flag=True, help="Do it. Without this nothing is removed.")
+def prune(run: str, as_json: bool, keep: int, keep_every: int | None, yes: bool) -> None:
+    """Remove complete checkpoints of RUN, all but the newest K; says what, does it with --yes.
+
+    Never removes the newest, nor a pinned one. Before it removes any it reads the newest and
+    checks its digests: where that is damaged, nothing is removed. Leaves incomplete ones, saves in
+    progress and the quarantine alone.
+
+    \b
+    Exit codes: 0 done or shown, 1 refused or not all removed, 2 no such run.
+    """
+    with reading(run):
+        catalog = _catalog(run)
+        fates = pruning.plan(catalog, Retention(keep=keep, keep_every=keep_every))
+        if yes and any(fate.remove for fate in fates):
+            _check_newest(catalog, fates[-1].checkpoint.step)
+        shown = "" if as_json else fates_text(fates)
+    removed: list[int] = []
+    if yes:
+        with _changing("not all could be removed", removed):
+            # One by one, so that those before a failure are told.
+            removed.extend(pruning.perform(catalog, fates))
+    if as_json:
+        click.echo(to_json(_pruned(fates, yes, removed)))
+    else:
+        click.echo(shown)
+        click.echo(_sum(fates, yes, removed))
+
+
+@checkpoints.command(short_help="Keep one for ever.")
+@run_argument
+@click.argument("step", type=_STEP, metavar="STEP")
+@json_option
+def pin(run: str, step: int, as_json: bool) -> None:
+    """Keep RUN's checkpoint of STEP for ever: neither retention nor prune removes it.
+
+    \b
+    Exit codes: 0 it is pinned, 1 it cannot be, 2 no such run or step.
+    """
+    with reading(run):
+        catalog = _catalog(run)
+        try:
+            catalog.manifest(step)
+        except NotComplete as error:
+            if catalog.fs.exists(home(step)):
+                raise Problem(f"{plain(str(error))}. Only a complete one can be pinned") from error
+            raise _no_step(catalog, step, error.reason) from error
+    with _changing(f"step {step} could not be pinned"):
+        changed = pins.pin(catalog, step, time_s=time.time())
+    again = "" if changed else " already"
+    _tell_pin(step, True, changed, f"step {step} is pinned{again}: it stays until unpin", as_json)
+
+
+@checkpoints.command(short_help="Leave it to retention again.")
+@run_argument
+@click.argument("step", type=_STEP, metavar="STEP")
+@json_option
+def unpin(run: str, step: int, as_json: bool) -> None:
+    """Leave RUN's checkpoint of STEP to retention and prune again; removes nothing itself.
+
+    \b
+    Exit codes: 0 it is not pinned, 1 the pin could not be removed, 2 no such run.
+    """
+    with reading(run):
+        catalog = _catalog(run)
+    with _changing(f"step {step} could not be unpinned"):
+        changed = pins.unpin(catalog.fs, step)
+    said = f"step {step} is no longer pinned" if changed else f"step {step} was not pinned"
+    _tell_pin(step, False, changed, said, as_json)
+
+
+# --- what they have in common --------------------------------------------------------------------
+
+
+def _catalog(run: str) -> Catalog:
+    fs, run_file = open_run(run)
+    return Catalog(fs, run_file.run_id)
+
+
+def _no_step(catalog: Catalog, step: int, reason: str) -> BadRun:
+    have = steps_text(catalog.complete_steps())
+    return BadRun(f"no checkpoint of step {step} ({plain(reason)}). Complete ones: {have}")
+
+
+@contextmanager
+def _changing(what: str, removed: Sequence[int] = ()) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # storage clients raise classes of their own
+        before = f" (removed before that: {steps_text(removed)})" if removed else ""
+        raise Problem(f"{what}: {type(error).__name__}: {plain(str(error))}{before}") from error
+
+
+def _verdict(one: Verdict, pinned: bool) -> dict[str, Any]:
+    return {**asdict(one), "pinned": pinned}
+
+
+def _check_newest(catalog: Catalog, newest: int) -> None:
+    with progress(f"step {newest} verified") as tell:
+        (verdict,) = verification.verify(catalog, [newest], tell)
+    if verdict.result != GOOD:
+        raise Problem(
+            f"nothing was removed: the newest checkpoint, step {newest}, is {verdict.result} "
+            f"({plain('; '.join(verdict.problems))}), so that an older one may be needed"
+        )
+
+
+def _pruned(fates: Sequence[Fate], yes: bool, removed: Sequence[int]) -> dict[str, Any]:
+    return {
+        "applied": yes,
+        "removed": list(removed),
+        "freed_bytes": _freed_bytes(fates, removed),
+        "checkpoints": [
+            {
+                "step": fate.checkpoint.step,
+                "bytes": fate.checkpoint.bytes,
+                "pinned": fate.pinned,
+                "remove": fate.remove,
+                "why": fate.why,
+            }
+            for fate in fates
+        ],
+    }
+
+
+def _sum(fates: Sequence[Fate], yes: bool, removed: Sequence[int]) -> str:
+    going = [fate.checkpoint.step for fate in fates if fate.remove]
+    if not going:
+        return "nothing to remove"
+    if yes:
+        left = sorted(set(going) - set(removed))
+        changed = f"; left alone, since they changed meanwhile: {steps_text(left)}" if left else ""
+        return f"removed {len(removed)}, freed {size(_freed_bytes(fates, removed))}{changed}"
+    freed = size(_freed_bytes(fates, going))
+    return f"would remove {len(going)} and free {freed}; with --yes it does"
+
+
+def _freed_bytes(fates: Sequence[Fate], steps: Sequence[int]) -> int:
+    return sum(fate.checkpoint.bytes for fate in fates if fate.checkpoint.step in steps)
+
+
+def _tell_pin(step: int, pinned: bool, changed: bool, said: str, as_json: bool) -> None:
+    facts = {"step": step, "pinned": pinned, "changed": changed}
+    click.echo(to_json(facts) if as_json else said)
