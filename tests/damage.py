@@ -76,7 +76,7 @@ def copied(root: Path, chance: random.Random) -> str:
     )
     if target.exists() or path in target.parents:
         return "nothing copied"
-    shutil.copytree(path, target) if path.is_dir() else shutil.copy(path, target)
+    shutil.copytree(path, target, symlinks=True) if path.is_dir() else shutil.copy(path, target)
     return f"{path.relative_to(root)} copied to {target.name}"
 
 

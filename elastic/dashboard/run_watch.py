@@ -1,5 +1,8 @@
-"""Whether a run still goes on, asked again and again. Reads the lease, which is small, and the
-ledger only once the lease no longer beats. Must import neither ray nor torch."""
+"""A watch on a run: whether it still goes on, asked again and again.
+
+Reads the lease, which is small, and the ledger only once the lease no longer beats. Must import
+neither ray nor torch.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,21 @@ class RunWatch:
         self._beat_seen_s = time.monotonic()
 
     def end(self) -> tuple[str, str] | None:
-        """Final state and reason, UNKNOWN when the driver is gone without one; None while it goes on.
+        """State and reason once it is over, UNKNOWN if its driver just vanished; else None.
 
         Raises:
             UnsupportedFormat: a newer version of elastic wrote this run.
         """
         epoch, holder = lease.read(self._fs)
-        is_held = holder is not None and not holder.released
-        if is_held and not self._stands_still(epoch, holder.beats):
+        held = None if holder is None or holder.released else holder
+        if held is not None and not self._stands_still(epoch, held.beats):
             return None
         events = read_ledger(self._fs)
         last_s = events[-1].time_s if events else 0.0
         state, reason = state_of(events, silent_s=max(0.0, time.time() - last_s))
         if state in TERMINAL or state == "UNKNOWN":
             return state, reason
-        return ("UNKNOWN", f"its driver is gone; the last was {state}") if is_held else None
+        return None if held is None else ("UNKNOWN", f"its driver is gone; the last was {state}")
 
     def _stands_still(self, epoch: int, beats: int) -> bool:
         now_s = time.monotonic()

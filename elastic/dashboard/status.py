@@ -47,6 +47,7 @@ _STATE_IN_PHASE = {
     "WAITING": "WAITING",
     "STARTING": "STARTING",
     "RUNNING": "RUNNING",
+    "REFORMING": "STARTING",
     "GATHERING": "RUNNING",
     "LEAVING": "RUNNING",
     "STOPPING": "STARTING",
@@ -129,7 +130,7 @@ def summarise(
         restarts=sum(restarts.values()),
         restarts_by_cause=restarts,
         lost_steps=sum(_integer(e.data.get("lost_steps")) or 0 for e in _of(events, "recovered")),
-        submissions=len({e.life for e in events}),
+        submissions=len({e.life for e in _of(events, "run_started")}),
         last_word_age_s=silent_s,
         storage=storage,
         dashboard_url=_text(_last_data(events, "run_started").get("dashboard_url")) or None,
@@ -199,8 +200,10 @@ def _last_generation(events: Sequence[LedgerEvent]) -> int | None:
 
 def _last_step(events: Sequence[LedgerEvent]) -> int | None:
     """The step the run has reached: its latest word on that, which a rewind may have set back."""
-    telling = ("progress", "started", "resumed", "run_finished", "run_stopped", "run_failed")
-    return next((e.step for e in reversed(events) if e.kind in telling and e.step >= 0), None)
+    telling = ("progress", "started", "resumed", "rolled_back")
+    ending = ("run_finished", "run_stopped", "run_failed")
+    told = (e.step for e in reversed(events) if e.kind in telling + ending and e.step >= 0)
+    return next(told, None)
 
 
 def _until(run_file: RunFile, events: Sequence[LedgerEvent]) -> int | str | None:

@@ -21,7 +21,7 @@ class Rollback:
 
 
 class RollbackRefused(Exception):
-    """There is no complete checkpoint at the step to go back to; nothing was changed."""
+    """There is no complete checkpoint at the step to go back to; none was touched."""
 
     def __init__(self, url: str, step: int, why: str) -> None:
         super().__init__(url, step, why)
@@ -30,7 +30,7 @@ class RollbackRefused(Exception):
         self.why = why
 
     def __str__(self) -> str:
-        return f"cannot take {self.url} back to step {self.step}: {self.why}. Nothing was changed"
+        return f"cannot take {self.url} back to step {self.step}: {self.why}. No checkpoint was touched"
 
 
 def roll_back(
@@ -42,10 +42,7 @@ def roll_back(
     highest first: cut short, the run is at one of them, and rolling back again ends it. Raises
     `RollbackRefused`, `UnsupportedFormat`.
     """
-    complete = catalog.complete_steps()
-    if to_step not in complete:
-        raise RollbackRefused(catalog.fs.url, to_step, _why_not(catalog, to_step, complete))
-    newer = [step for step in reversed(complete) if step > to_step]
+    newer = steps_above(catalog, to_step)
     if newer:
         data = {"set_aside": newer}
         ledger.append("rolled_back", step=to_step, reason=reason, data=data, time_s=time_s)
@@ -53,6 +50,17 @@ def roll_back(
     return Rollback(
         to_step=to_step, set_aside={step: catalog.quarantine(step, why) for step in newer}
     )
+
+
+def steps_above(catalog: Catalog, to_step: int) -> list[int]:
+    """The complete checkpoints that a rollback would set aside, highest first.
+
+    Raises `RollbackRefused` if that of `to_step` is not complete, `UnsupportedFormat`.
+    """
+    complete = catalog.complete_steps()
+    if to_step not in complete:
+        raise RollbackRefused(catalog.fs.url, to_step, _why_not(catalog, to_step, complete))
+    return [step for step in reversed(complete) if step > to_step]
 
 
 def _why_not(catalog: Catalog, step: int, complete: list[int]) -> str:

@@ -18,13 +18,15 @@ from elastic.storage.format import check_format
 FORMAT_VERSION = 1
 RUN_FILE = "run.json"
 ABSENT = "(absent)"
-# Those of the fields that are not mappings.
 _TYPES: dict[str, Any] = {
     "name": str,
     "run_id": str,
     "created_s": int | float,
     "seed": int,
-    "format_version": int,
+    "config": dict,
+    "identity": dict,
+    "operational": dict,
+    "versions": dict,
 }
 
 
@@ -157,11 +159,11 @@ def _write(fs: Filesystem, run_file: RunFile) -> RunFile:
 
 
 def _from_tree(tree: Mapping[str, Any]) -> RunFile:
-    values = {field.name: tree[field.name] for field in dataclasses.fields(RunFile)}
-    for name, value in values.items():
-        expected = _TYPES.get(name, dict)
-        if not isinstance(value, expected) or isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}")
+    names = {field.name for field in dataclasses.fields(RunFile)}
+    values = {name: value for name, value in tree.items() if name in names}
+    for name, expected in _TYPES.items():
+        if not isinstance(values.get(name), expected):
+            raise TypeError(f"{name} is {values.get(name)!r}")
     return RunFile(**values)
 
 

@@ -187,8 +187,7 @@ class Book:
             self._launcher.reached(data["step"])
         if now_s - self._recorded_s >= _PROGRESS_S:
             self._recorded_s = now_s
-            shown = {key: status[key] for key in ("phase", "loss", "tokens_per_s", "state")}
-            self._record("progress", step=status["step"], data=shown)
+            self._record_progress()
         if now_s - self._told_s >= _TELL_S:
             self._told_s = now_s
             self._launcher.tell(dict(status))
@@ -230,10 +229,16 @@ class Book:
     def end(self, outcome: str, step: int, reason: str) -> None:
         """The run is over for this process: `finished`, `stopped` or `failed`."""
         self._metrics.flush()
+        self._record_progress()
         self._record(f"run_{outcome}", step=step, reason=reason)
         self._launcher.tell({**self._status, "state": outcome.upper(), "reason": reason})
         self._ledger.close()
         self._claim.lease.release()
+
+    def _record_progress(self) -> None:
+        status = self._status
+        shown = {key: status[key] for key in ("phase", "loss", "tokens_per_s", "state")}
+        self._record("progress", step=status["step"], data=shown)
 
     def _record(
         self, kind: str, *, step: int = -1, reason: str = "", data: Mapping[str, Any] | None = None

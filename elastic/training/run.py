@@ -65,6 +65,7 @@ class Run:
         self._groups = groups
         self._kept = kept
         self._mesh: DeviceMesh | None = None
+        self._loaders: list[GlobalLoader] = []
         self._state: TrackedState | None = None
         self._rng: Callable[[], None] | None = None
         self._pending: tuple[int, dict[str, float], PendingMetrics] | None = None
@@ -194,7 +195,7 @@ class Run:
             RuntimeError: called before `run.track`, which tells where the run stands.
         """
         self._tracked("run.loader")
-        return GlobalLoader(
+        loader = GlobalLoader(
             dataset,
             global_batch=global_batch,
             micro_batch=micro_batch,
@@ -209,6 +210,8 @@ class Run:
             count_tokens=count_tokens,
             device=self.device,
         )
+        self._loaders.append(loader)
+        return loader
 
     def _tracked(self, caller: str) -> TrackedState:
         if self._state is None:
@@ -390,4 +393,6 @@ class Run:
 
     def close(self) -> None:
         """End this run's threads. The process groups are the caller's to end."""
+        for loader in self._loaders:
+            loader.close()  # or a kept traceback would hold its processes through a re-form
         self._reporter.close()

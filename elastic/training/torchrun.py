@@ -221,10 +221,7 @@ def run_standalone(
             "with: torchrun --nproc-per-node 2 --max-restarts 5 FILE"
         )
     asked = train_loop_config or {}
-    interval, retention = (
-        SaveInterval.parse(save_every),
-        Retention(keep=keep, keep_every=keep_every),
-    )
+    interval = SaveInterval.parse(save_every)
     config = TrainingConfig(
         run_url=run_url(storage_path, name),
         config=asked,

@@ -67,7 +67,7 @@ def logs(
     until the run ends. --json prints an object for each line.
 
     \b
-    Exit codes: 0 done, 1 there are no logs or the driver is gone, 2 no such run, generation or rank.
+    Exit codes: 0 done, 1 no logs yet or no driver any more, 2 no such run, generation or rank.
     """
     with reading(run):
         fs, _ = open_run(run)

@@ -61,8 +61,7 @@ def reading(run: str) -> Iterator[None]:
 
 def open_run(run: str) -> tuple[Filesystem, RunFile]:
     """The run's directory and its run file. Raises `BadRun`, and what storage raises."""
-    location = run if _URL.match(run) else os.path.abspath(os.path.expanduser(run))
-    fs = Filesystem.at(location)
+    fs = storage_at(run)
     try:
         run_file = load_run_file(fs)
     except NotADirectoryError:
@@ -70,6 +69,11 @@ def open_run(run: str) -> tuple[Filesystem, RunFile]:
     if run_file is None:
         raise BadRun(_no_run(fs))
     return fs, run_file
+
+
+def storage_at(place: str) -> Filesystem:
+    """The filesystem at a URL, or at a path of this machine, which may be relative here."""
+    return Filesystem.at(place if _URL.match(place) else os.path.abspath(os.path.expanduser(place)))
 
 
 def _no_run(fs: Filesystem) -> str:

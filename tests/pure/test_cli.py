@@ -211,7 +211,12 @@ def test_the_state_follows_the_events(kinds: list[str], state: str) -> None:
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase not in FINAL])
 def test_each_phase_that_a_progress_event_tells_has_its_state(phase: Phase) -> None:
     told = events(("progress", {"data": {"state": str(phase)}}))
-    expected = {"LOOKING": "STARTING", "GATHERING": "RUNNING", "LEAVING": "RUNNING"}
+    expected = {
+        "LOOKING": "STARTING",
+        "REFORMING": "STARTING",
+        "GATHERING": "RUNNING",
+        "LEAVING": "RUNNING",
+    }
     expected |= {"STOPPING": "STARTING"}
     assert state_of(told, silent_s=0)[0] == expected.get(phase, phase)
 

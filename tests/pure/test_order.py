@@ -65,9 +65,9 @@ def test_an_order_never_changes_between_versions() -> None:
 @pytest.mark.parametrize("num_samples", [2, 3, 4])
 def test_all_orders_of_few_samples_are_equally_likely(num_samples: int) -> None:
     permutations = list(itertools.permutations(range(num_samples)))
-    num_epochs = 200 * len(permutations)
+    num_epochs = 100 * len(permutations)
     found = Counter(tuple(whole(num_samples, 5, epoch)) for epoch in range(num_epochs))
-    chi_square = sum((found[order] - 200) ** 2 / 200 for order in permutations)
+    chi_square = sum((found[order] - 100) ** 2 / 100 for order in permutations)
     assert is_plausible(chi_square, len(permutations) - 1)
 
 

@@ -1,0 +1,86 @@
+"""The verb rollback: make an earlier checkpoint the one that is resumed. Deletes nothing.
+
+Must import neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import asdict
+
+import click
+
+from elastic.dashboard.text import plain, to_json
+from elastic.storage import lease
+from elastic.storage.checkpoints import Catalog
+from elastic.storage.lease import LeaseHeld
+from elastic.storage.ledger import LedgerWriter, next_life
+from elastic.storage.rollback import Rollback, RollbackRefused, roll_back, steps_above
+from elastic.verbs.requests import who
+from elastic.verbs.run_argument import (
+    BadRun,
+    Problem,
+    json_option,
+    open_run,
+    reading,
+    run_argument,
+)
+
+
+@click.command(short_help="Go back to an earlier checkpoint; deletes nothing.")
+@run_argument
+@click.option(
+    "--to",
+    "step",
+    type=click.IntRange(min=0),
+    required=True,
+    metavar="N",
+    help="The step of a complete checkpoint.",
+)
+@click.option("--reason", default="", metavar="TEXT", help="Why, for the ledger.")
+@json_option
+def rollback(run: str, step: int, reason: str, as_json: bool) -> None:
+    """Make the checkpoint of step N the newest of RUN, so that the next submission resumes it.
+
+    Newer checkpoints are moved to checkpoints/quarantine with the reason; nothing is deleted. Only
+    while nobody is at the run, which can take some seconds to find out: stop it first.
+
+    \b
+    Exit codes: 0 done, 1 somebody is at the run, 2 no such run or checkpoint.
+    """
+    with reading(run):
+        fs, run_file = open_run(run)
+        catalog = Catalog(fs, run_file.run_id)
+        try:
+            newer = steps_above(catalog, step)
+            done = _roll_back(catalog, step, reason or f"asked by {who()}") if newer else None
+        except RollbackRefused as error:
+            raise BadRun(plain(str(error))) from error
+        except LeaseHeld as error:
+            raise Problem(plain(str(error))) from error
+    done = done or Rollback(to_step=step, set_aside={})
+    click.echo(to_json(asdict(done)) if as_json else _said(done))
+
+
+def _roll_back(catalog: Catalog, step: int, reason: str) -> Rollback:
+    fs = catalog.fs
+    held = lease.acquire(fs, f"elastic rollback, {who()}")
+    try:
+        ledger = LedgerWriter(fs, next_life(fs), f"rollback-{uuid.uuid4().hex[:8]}")
+        try:
+            return roll_back(catalog, ledger, step, reason, time_s=time.time())
+        finally:
+            ledger.close()
+    finally:
+        held.release()
+
+
+def _said(done: Rollback) -> str:
+    if not done.set_aside:
+        return f"step {done.to_step} is the newest checkpoint already: nothing was changed"
+    aside = "\n".join(f"  step {step} to {path}" for step, path in done.set_aside.items())
+    return (
+        f"rolled back to step {done.to_step}: the next submission resumes it. Set aside, and kept:"
+        f"\n{aside}"
+    )
