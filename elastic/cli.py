@@ -20,7 +20,11 @@ from elastic.verbs.checkpoints import checkpoints
 from elastic.verbs.export import export
 from elastic.verbs.logs import logs
 from elastic.verbs.plan import plan
+from elastic.verbs.requests import save, stop
+from elastic.verbs.rollback import rollback
 from elastic.verbs.run_argument import json_option, open_run, reading, run_argument
+from elastic.verbs.runs import runs
+from elastic.verbs.submit import submit
 
 QUIET_KINDS = frozenset({"driver_heartbeat", "progress"})
 
@@ -79,3 +83,8 @@ main.add_command(checkpoints)
 main.add_command(export)
 main.add_command(logs)
 main.add_command(plan)
+main.add_command(rollback)
+main.add_command(runs)
+main.add_command(save)
+main.add_command(stop)
+main.add_command(submit)

@@ -258,7 +258,8 @@ class Driver:
 
     def _record(self, record: Record) -> None:
         if record.kind == "failure_decided":
-            self._recovery.failed(record.reason, self._situation.world_size)
+            world_size = record.data.get("world_size", self._situation.world_size)
+            self._recovery.failed(record.reason, int(str(world_size)))
         try:
             self._ledger.append(
                 record.kind,

@@ -403,6 +403,7 @@ def _fail(
             "then": str(new.then),
             "cause_text": reason,
             "recovery": "warm" if warm else "cold",
+            "world_size": now.world_size,
         },
     )
     if warm:
@@ -453,7 +454,12 @@ def _unrecoverable(rules: Rules, now: Situation, event: Event, time_s: float) ->
         kind="failure_decided",
         generation=now.generation,
         reason=event.reason,
-        data={"cause": "storage", "then": "fail", "cause_text": event.reason},
+        data={
+            "cause": "storage",
+            "then": "fail",
+            "cause_text": event.reason,
+            "world_size": now.world_size,
+        },
     )
     commands = (record, StopGroup(generation=now.generation))
     return Decision(situation=new, commands=commands, reason=event.reason)
