@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.report import Progress, report, summary
+from elastic.storage.run_file import free_name
+from jobs import ray_cluster
+from jobs.report import Progress, report, stopped_line, summary
 
 if TYPE_CHECKING:
     import elastic
@@ -112,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FIELD",
         help="resume although this field differs from what the run was begun with",
     )
+    parser.add_argument("--from-step", type=int, metavar="N", help="go back to this checkpoint")
+    parser.add_argument("--fresh", action="store_true", help="a new run NAME-2 if there is NAME")
     parser.add_argument("--json", metavar="PATH", help="write the summary here")
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
     return parser
@@ -223,24 +227,6 @@ def storage_of(arguments: argparse.Namespace) -> str:
     return str(path)
 
 
-def connect_to_ray(num_workers: int) -> None:
-    """Join the cluster this runs in, or start one on this machine with room for the workers."""
-    import ray
-
-    if os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID"):
-        ray.init(address="auto", log_to_driver=False)
-        return
-    cores = os.cpu_count() or 1
-    ray.init(
-        address="local",
-        num_cpus=max(cores, num_workers),
-        include_dashboard=True,
-        dashboard_host="127.0.0.1",
-        log_to_driver=False,
-    )
-    print(f"started a local Ray, dashboard at http://{ray._private.worker.get_dashboard_url()}")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; the process's exit status."""
     place = _place()
@@ -259,12 +245,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, num_workers = check(arguments)
         if place is not None and not arguments.name:
             raise InvalidInput("give --name: under torchrun a restart needs it to find its run")
+        if place is not None and (arguments.fresh or arguments.from_step is not None):
+            raise InvalidInput("--fresh and --from-step would count anew in each of its restarts")
     except InvalidInput as error:
         say(f"pretrain: {error}")
         return 2
     if place is not None:
         return _train_under_torchrun(place, arguments, storage, config)
     name = arguments.name or f"pretrain-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    if arguments.fresh:
+        name = free_name(storage, name)
     return _train(arguments, storage, name, config, num_workers)
 
 
@@ -284,6 +274,7 @@ def _train_under_torchrun(
     place: Place, arguments: argparse.Namespace, storage: str, config: dict[str, Any]
 ) -> int:
     from elastic import run_standalone
+    from elastic.policy.cause import is_victim
     from elastic.storage.claim import IdentityMismatch, run_url
     from elastic.storage.format import UnsupportedFormat
     from elastic.storage.lease import LeaseHeld
@@ -319,6 +310,11 @@ def _train_under_torchrun(
     except (LeaseHeld, IdentityMismatch, UnsupportedFormat, NoSoundCheckpoint) as error:
         place.say_once(f"pretrain: {error}")
         return 1
+    except RuntimeError as error:
+        if not is_victim(type(error).__name__, str(error)):
+            raise
+        _say(f"pretrain: rank {place.world_rank} lost a peer: {str(error).splitlines()[0]}")
+        return 1
     if speaks:
         report(summary(url), arguments.json, url)
     return 0
@@ -334,19 +330,17 @@ def _train(
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
     from elastic import ElasticConfig, ElasticTrainer, TrainingFailed
-    from elastic.storage.claim import IdentityMismatch
-    from elastic.storage.format import UnsupportedFormat
-    from elastic.storage.lease import LeaseHeld
+    from elastic.cluster.trainer import NOT_BEGUN
 
     largest = num_workers if isinstance(num_workers, int) else num_workers[1]
     try:
-        connect_to_ray(largest)
+        ray_cluster.connect(largest)
         trainer = ElasticTrainer(
             train,
             train_loop_config=config,
             scaling_config=ScalingConfig(
                 num_workers=num_workers,
-                use_gpu=_has_gpus(),
+                use_gpu=ray_cluster.has_gpus(),
                 elastic_resize_monitor_interval_s=arguments.grow_interval,
             ),
             run_config=RunConfig(
@@ -363,6 +357,7 @@ def _train(
                 wait_for_capacity_s=arguments.wait_for_capacity,
                 identity=identity_of(config),
                 accept_changes=arguments.accept_change,
+                from_step=arguments.from_step,
             ),
         )
     except (ValueError, TypeError) as error:
@@ -372,17 +367,14 @@ def _train(
     print(f"run {name} in {url}", flush=True)
     try:
         trainer.fit(None if arguments.quiet else Progress(arguments.steps))
-    except (TrainingFailed, LeaseHeld, IdentityMismatch, UnsupportedFormat) as error:
+    except (TrainingFailed, *NOT_BEGUN) as error:
         print(f"pretrain: {error}", file=sys.stderr)
         return 1
     report(summary(url), arguments.json, url)
+    if trainer.outcome == "stopped":
+        is_same = arguments.name == name and arguments.from_step is None
+        print(stopped_line(url, name, is_same=is_same))
     return 0
-
-
-def _has_gpus() -> bool:
-    import ray
-
-    return bool(ray.cluster_resources().get("GPU", 0))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
 from elastic.storage.metrics import current_metrics
+from elastic.storage.run_file import load_run_file
 
 
 def progress_line(status: Mapping[str, Any], steps: int) -> str:
@@ -62,6 +64,16 @@ def summary(url: str) -> dict[str, Any]:
         ),
         "run": url,
     }
+
+
+def stopped_line(url: str, name: str, *, is_same: bool) -> str:
+    """Told at the end of a run that was asked to stop. `is_same`: its command would resume it."""
+    filesystem = Filesystem.at(url)
+    run_file = load_run_file(filesystem)
+    highest = Catalog(filesystem, run_file.run_id).highest() if run_file else None
+    where = "before its first checkpoint" if highest is None else f"at step {highest.step}"
+    how = "" if is_same else f" with --name {name}, without --fresh and --from-step,"
+    return f"stopped {where}; the same command{how} resumes"
 
 
 def report(found: dict[str, Any], path: str | None, url: str) -> None:

@@ -1,4 +1,4 @@
-"""A small run directory as a driver leaves it, made through the storage room alone, without torch."""
+"""A small run directory as a driver leaves it, made through the storage room alone."""
 
 from __future__ import annotations
 

@@ -60,6 +60,11 @@ def answers(address: str, port: int, timeout_s: float = _PROBE_TIMEOUT_S) -> boo
         return False
 
 
+def answering_nodes(read: Callable[[], list[dict[str, Any]]] = read_nodes) -> set[str]:
+    """The ids of the nodes whose raylets take connections."""
+    return {node["node_id"] for node in _answering(read())}
+
+
 def node_answers(node_id: str, read: Callable[[], list[dict[str, Any]]] = read_nodes) -> bool:
     """Whether the node is in Ray's table and its raylet takes connections."""
     return any(

@@ -38,13 +38,15 @@ from elastic.policy.events import (
     Record,
     Reform,
     StartGroup,
+    StartJoiners,
     StopGroup,
     StopRequested,
     Tick,
     Unrecoverable,
+    WorkerDied,
 )
 from elastic.policy.situation import FINAL, Phase, Situation
-from elastic.policy.transitions import decide
+from elastic.policy.transitions import decide, record_death
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import claim
 from elastic.storage.filesystem import Filesystem
@@ -217,6 +219,8 @@ class Driver:
 
     def _handle(self, event: Event) -> None:
         before = self._situation
+        if isinstance(event, WorkerDied) and event.generation != before.generation:
+            self._record(record_death(before, event))  # the re-form has left it out already
         decision = decide(self._config.rules, before, event, time.monotonic())
         self._situation = decision.situation
         if decision.reason and decision.reason != before.reason:
@@ -237,8 +241,17 @@ class Driver:
         elif isinstance(command, Reform):
             self._orders = Orders()
             self._recovery.begin_start()
-            self._words.begin(command.generation, command.world_size)
-            self._spawn(self._group.reform(command, self._choose, self._told_of_reform))
+            self._spawn(
+                self._group.reform(
+                    command,
+                    self._choose,
+                    min_workers=self._config.rules.min_workers,
+                    on_regrouped=self._words.begin,
+                    on_reformed=self._told_of_reform,
+                )
+            )
+        elif isinstance(command, StartJoiners):
+            self._spawn(self._group.join(command))
         elif isinstance(command, StopGroup):
             self._spawn(self._stop(command.generation))
         elif isinstance(command, OrderLeave):

@@ -25,11 +25,14 @@ from elastic.policy.events import (
     GroupStarted,
     GroupStartFailed,
     GroupStopped,
+    JoinersFailed,
+    JoinersReady,
     RankError,
     RankFailed,
     Reform,
     ReformFailed,
     StartGroup,
+    StartJoiners,
     WorkerDied,
 )
 from elastic.training.coordinator import Orders
@@ -66,6 +69,7 @@ class Group:
         self._post = post
         self._spawn = spawn
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-group")
+        self._join_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-join")
         self._generation = -1
         self._gone: set[tuple[str, int]] = set()
         self._slots: list[str] = []
@@ -110,9 +114,9 @@ class Group:
             self._not_started(generation, first_line(error), False)
             return
         self._generation, self.members = generation, members
-        self._gone, self._slots = set(), [member.node_id for member in members]
-        for rank, watch in self._host.watches().items():
-            self._spawn(self._watch(members[rank], watch))
+        self._gone, self._slots = set(), self._host.slots()
+        for member, watch in zip(members, self._host.watches(), strict=True):
+            self._spawn(self._watch(member, watch))
         on_started(members, resume_step, self._host.start_times_s())
         self._post(GroupStarted(generation=generation, world_size=len(members)))
         self._spawn(self._begin(generation, members, resume_step))
@@ -125,6 +129,9 @@ class Group:
         self,
         command: Reform,
         choose: Callable[[int], Awaitable[int | None]],
+        *,
+        min_workers: int,
+        on_regrouped: Callable[[int, int], None],
         on_reformed: Callable[[list[GroupMember], int | None], None],
     ) -> None:
         """Make a generation of the processes that are alive: new ranks, a new store, no restart.
@@ -140,8 +147,13 @@ class Group:
             alive = [
                 rank for rank, member in enumerate(self.members) if _key(member) not in self._gone
             ]
+            if len(alive) < min_workers:
+                raise GroupStartError(
+                    f"{len(alive)} workers are left of at least {min_workers}", True
+                )
             self.members = await self.on_thread(self._host.keep_group, alive)
             members = self.members
+            on_regrouped(generation, len(members))
             await self.on_thread(self._tell_ranks, generation, members, resume_step)
             await asyncio.wait_for(self._all_joined.wait(), timeout=_REFORM_S)
         except TimeoutError:
@@ -159,6 +171,25 @@ class Group:
         on_reformed(members, resume_step)
         self._post(GroupStarted(generation=generation, world_size=len(members)))
         await self._poll(generation)
+
+    async def join(self, command: StartJoiners) -> None:
+        """Start workers beside the group and warm them up; the next re-form takes them in."""
+        work = asyncio.get_running_loop().run_in_executor(
+            self._join_thread, self._start_joiners, command.num
+        )
+        try:
+            joiners = await work
+        except Exception as error:  # noqa: BLE001 - whatever Ray raises becomes an event
+            reason = error.reason if isinstance(error, GroupStartError) else first_line(error)
+            self._post(JoinersFailed(reason=reason))
+            return
+        self._slots = self._host.slots() if self._host.has_group() else []
+        for member, watch in joiners:
+            self._spawn(self._watch(member, watch))
+        self._post(JoinersReady(num=len(joiners)))
+
+    def _start_joiners(self, num: int) -> list[tuple[GroupMember, Any]]:
+        return self._host.start_joiners(num, capacity.answering_nodes(), worker.warm_up)
 
     def _post_reform_failed(self, generation: int, reason: str) -> None:
         if generation == self._generation:
@@ -239,24 +270,28 @@ class Group:
             detail = await self._confirm(member, error)
         except Exception as error:  # noqa: BLE001 - Ray has many errors for a dead process
             detail = first_line(error)
-        if self._rank_of(member) is None:
-            return
         self._gone.add(_key(member))
-        node_lost = not await asyncio.to_thread(capacity.node_answers, member.node_id)
-        rank = self._rank_of(member)
+        generation, rank = self._generation, self._rank_of(member)
         if rank is None:
             return
+        node_lost = not await asyncio.to_thread(capacity.node_answers, member.node_id)
         if node_lost:
             detail = f"node {member.node_id[:12]} ({member.node_ip}) does not answer; {detail}"
-        generation = self._generation
-        last_lines = await self._last_words.of(generation, rank)
+        now = self._rank_of(member)
+        if now is not None:  # a re-form that began meanwhile has counted on it
+            generation, rank = self._generation, now
+        await self._tell_death(generation, rank, member, detail, node_lost)
+
+    async def _tell_death(
+        self, generation: int, rank: int, member: GroupMember, detail: str, node_lost: bool
+    ) -> None:
         self._post(
             WorkerDied(
                 generation=generation,
                 world_rank=rank,
                 node_lost=node_lost,
                 detail=f"pid {member.pid} on node {member.node_id[:12]}: {detail}",
-                last_lines=last_lines,
+                last_lines=await self._last_words.of(generation, rank),
             )
         )
 

@@ -11,13 +11,13 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from ray.train.v2._internal.callbacks import DatasetsCallback
+from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
 from ray.train.v2._internal.exceptions import (
     InsufficientClusterResourcesError,
     WorkerGroupStartupFailedError,
@@ -34,8 +34,10 @@ from ray.train.v2._internal.execution.controller.state import (
 from ray.train.v2._internal.execution.failure_handling import create_failure_policy
 from ray.train.v2._internal.execution.scaling_policy import ScalingPolicy, create_scaling_policy
 from ray.train.v2._internal.execution.worker_group import RayTrainWorker, Worker, WorkerGroup
+from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
 from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 __all__ = ["Controller", "GroupMember", "GroupStartError", "launch", "read_nodes", "tell_rank"]
@@ -93,7 +95,11 @@ class _Group(WorkerGroup):
         self._worker_group_start_timeout_s = self.place_timeout_s
         self.begun_s = time.monotonic()
         self.placed_s = self.begun_s
-        self.watches: dict[int, Any] = {}
+        self.joiners: list[Worker] = []
+        self._watches: dict[int, Any] = {}
+        self._place_of: dict[int, tuple[Any, int]] = {}
+        self._bundles: list[tuple[Any, int, str]] = []
+        self._extra_groups: list[Any] = []
 
     def _start(self) -> None:
         try:
@@ -147,16 +153,79 @@ class _Group(WorkerGroup):
         )
         return _local_ranks_by_node(ranked)
 
+    def watch(self, worker: Worker) -> Any:
+        """The pending call that fails when the worker's process or node is gone."""
+        if id(worker) not in self._watches:
+            self._watches[id(worker)] = worker.actor.watch.remote()
+        return self._watches[id(worker)]
+
+    def note_places(self, workers: Sequence[Worker], placement_group: Any) -> None:
+        """Remember which bundle each of these workers is in, and on which node that lies."""
+        for worker in workers:
+            bundle = (placement_group, worker.placement_group_bundle_index)
+            self._bundles.append((*bundle, worker.metadata.node_id))
+            self._place_of[id(worker)] = bundle
+
+    def slots(self) -> list[str]:
+        """The node of every bundle that is reserved for this group, those of its dead too."""
+        return [node_id for _, _, node_id in self._bundles]
+
+    def add(self, num: int, alive_nodes: Collection[str]) -> list[Worker]:
+        """Start workers beside the others: in the dead's bundles on living nodes, then in new ones.
+
+        They wait for `keep` to take them in. Blocks while processes start; raises when none could.
+        """
+        context = self._worker_group_context
+        places = self._free_places(alive_nodes)[:num]
+        missing = num - len(places)
+        if missing > 0:
+            extra = placement_group(
+                [context.resources_per_worker] * missing,
+                strategy=context.placement_strategy,
+                bundle_label_selector=context.label_selector and context.label_selector[:missing],
+            )
+            if extra.wait(self.place_timeout_s):
+                self._extra_groups.append(extra)
+                places += [(extra, index) for index in range(missing)]
+            else:
+                remove_placement_group(extra)
+        if not places:
+            raise WorkerGroupStartupTimeoutError(num_workers=num)
+        new: list[Worker] = []
+        for where in dict.fromkeys(group for group, _ in places):
+            indices = [index for group, index in places if group is where]
+            made = self._create_workers(len(indices), where, context.resources_per_worker, indices)
+            self.note_places(made, where)
+            new += made
+        self._init_train_context(new, self._worker_group_state.sync_actor)
+        for callback in self._callbacks:
+            if isinstance(callback, WorkingDirectorySetupCallback):
+                callback.after_execution_group_start(
+                    ReplicaGroup(new, context.resources_per_worker)
+                )
+        ray.get([worker.actor.run_train_fn.remote(context.train_fn_ref) for worker in new])
+        self.joiners += new
+        return new
+
+    def _free_places(self, alive_nodes: Collection[str]) -> list[tuple[Any, int]]:
+        members = [*self.get_workers(), *self.joiners]
+        taken = [self._place_of[id(worker)] for worker in members]
+        return [
+            (group, index)
+            for group, index, node_id in self._bundles
+            if node_id in alive_nodes and (group, index) not in taken
+        ]
+
     def keep(self, world_ranks: Sequence[int]) -> None:
-        """Go on with these workers alone, numbered anew; the others are dead."""
+        """Go on with these workers and the living joiners, numbered anew; the others are dead."""
         old = self.get_workers()
         kept = [old[rank] for rank in world_ranks]
-        watches = {id(old[rank]): self.watches[rank] for rank in world_ranks}
+        kept += [one for one in self.joiners if not ray.wait([self.watch(one)], timeout=0)[0]]
+        self.joiners = []
         kept = _local_ranks_by_node(WorkerGroup._assign_worker_ranks(kept))
         self._worker_group_state = dataclasses.replace(self._worker_group_state, workers=kept)
         self._world_rank_to_ongoing_poll.clear()
         self._worker_rank_to_replica_group_rank = {rank: rank for rank in range(len(kept))}
-        self.watches = {rank: watches[id(worker)] for rank, worker in enumerate(kept)}
         # Barriers of `ray.train.report` that wait for the dead.
         self._worker_group_state.sync_actor.reset.remote()
 
@@ -164,11 +233,14 @@ class _Group(WorkerGroup):
         """End the workers at once: Ray's own waits up to 5 s for hooks that hung workers miss."""
         self._assert_active()
         state = self._worker_group_state
-        watches = list(self.watches.values())
-        for worker in state.workers:
+        workers = [*state.workers, *self.joiners]
+        watches = [self.watch(worker) for worker in workers]
+        for worker in workers:
             ray.kill(worker.actor)
         ray.kill(state.sync_actor)
         state.placement_group_handle.shutdown()
+        for extra in self._extra_groups:
+            remove_placement_group(extra)
         with contextlib.ExitStack() as stack:
             for callback in self._callbacks:
                 stack.enter_context(callback.on_worker_group_shutdown())
@@ -223,10 +295,8 @@ class Controller(TrainController):
                 f"starting {num_workers} workers failed: {text}", False
             ) from error
         group = self._worker_group
-        group.watches = {
-            worker.distributed_context.world_rank: worker.actor.watch.remote()
-            for worker in group.get_workers()
-        }
+        handle = group.get_worker_group_state().placement_group_handle
+        group.note_places(group.get_workers(), handle.placement_group)
         self._set_state(RunningState())
         return [_member(worker) for worker in group.get_workers()]
 
@@ -243,9 +313,34 @@ class Controller(TrainController):
             "start": time.monotonic() - group.placed_s,
         }
 
-    def watches(self) -> dict[int, Any]:
+    def watches(self) -> list[Any]:
         """By world rank, a reference that fails when that worker's process or node is gone."""
-        return dict(self._worker_group.watches)
+        group = self._worker_group
+        return [group.watch(worker) for worker in group.get_workers()]
+
+    def start_joiners(
+        self, num: int, alive_nodes: Collection[str], warm_up: Callable[[], None]
+    ) -> list[tuple[GroupMember, Any]]:
+        """Start up to `num` workers beside the group and run `warm_up` in each.
+
+        Returns each with its watch. Raises:
+            GroupStartError: none could be started.
+        """
+        group = self._worker_group
+        try:
+            new = group.add(num, alive_nodes)
+            ray.get([worker.execute_async(warm_up) for worker in new])
+        except WorkerGroupStartupTimeoutError as error:
+            raise GroupStartError(f"no room for {num} more workers", True) from error
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise GroupStartError(f"{num} more workers failed: {text}", False) from error
+        return [(_member(worker), group.watch(worker)) for worker in new]
+
+    def slots(self) -> list[str]:
+        """The node of every bundle reserved for the group."""
+        slots: list[str] = self._worker_group.slots()
+        return slots
 
     def call(self, world_rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """A reference to the result of a function run in one worker's process."""

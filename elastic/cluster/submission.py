@@ -63,8 +63,9 @@ def _connect(address: str) -> Any:
         return JobSubmissionClient(address)
     except Exception as error:
         raise CannotSubmit(
-            f"no Ray cluster answers at {address}: {type(error).__name__}: {error}. Start one with "
-            "`ray start --head`, or give the address of its dashboard with --address"
+            f"no Ray cluster answers at {address} ({type(error).__name__}: "
+            f"{str(error).rstrip('.')}). Start one with `ray start --head`, or give the address "
+            "of its dashboard with --address"
         ) from error
 
 

@@ -101,6 +101,14 @@ def open_store(generation: int, host: str) -> int:
     return int(store.port)
 
 
+def warm_up() -> None:
+    """Called in a worker that is to join: do once what would cost the others their time.
+
+    Imports, and a step of a sharded model at world size 1, on a process group that is gone after.
+    """
+    process_group.rehearse(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 class RayCoordinator:
     """A rank's line to the driver actor."""
 

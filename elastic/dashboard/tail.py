@@ -46,31 +46,25 @@ class Tail:
         self._first = generation if generation is not None else max(self._logged(), default=0)
         self._open_new(num_lines)
 
-    def read(self) -> Iterator[Line]:
-        """What has come since the last time, rank by rank."""
+    def read(self, *, to_end: bool = False) -> Iterator[Line]:
+        """What has come since the last time, rank by rank.
+
+        `to_end` says that no more will come: a line that was begun is one then.
+        """
         self._open_new(None)
         newest = max((generation for generation, _ in self._growing), default=-1)
         for (generation, rank), growing in list(self._growing.items()):
             before = growing.position
             for raw in growing.new_lines():
                 yield Line(generation, rank, raw)
-            if generation < newest and growing.position == before:
-                yield from self._close(generation, rank)
-
-    def rest(self) -> Iterator[Line]:
-        """Lines that were begun and will not be ended."""
-        for generation, rank in list(self._growing):
-            yield from self._close(generation, rank)
+            if to_end or (generation < newest and growing.position == before):
+                growing.is_closed = True
+                for raw in growing.splitter.rest():
+                    yield Line(generation, rank, raw)
 
     def is_superseded(self) -> bool:
         """Whether the generation that was asked for has been followed by another."""
         return self._generation is not None and max(self._logged(), default=0) > self._generation
-
-    def _close(self, generation: int, rank: int) -> Iterator[Line]:
-        growing = self._growing[generation, rank]
-        for raw in growing.splitter.rest():
-            yield Line(generation, rank, raw)
-        growing.is_closed = True
 
     def _open_new(self, num_lines: int | None) -> None:
         for generation in self._logged():

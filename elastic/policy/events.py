@@ -58,6 +58,20 @@ class GroupStartFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JoinersReady(Event):
+    """New workers are up and warm, and wait to be taken into the group."""
+
+    num: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinersFailed(Event):
+    """No new worker could be started; nothing of it is left."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReformFailed(Event):
     """The survivors did not all join the new generation in time; their processes still run."""
 
@@ -165,8 +179,15 @@ class StartGroup(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartJoiners(Command):
+    """Start workers beside the group, which goes on training, and warm them up."""
+
+    num: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reform(Command):
-    """Make a new generation of the processes that are alive, without ending any."""
+    """Make a new generation of the processes that are alive, waiting joiners among them."""
 
     generation: int
     world_size: int

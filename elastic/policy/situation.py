@@ -31,6 +31,7 @@ class Then(StrEnum):
     """What follows once the group is gone."""
 
     RESTART = "restart"
+    REFORM = "re-form"
     FINISH = "finish"
     STOP = "stop"
     FAIL = "fail"
@@ -84,6 +85,11 @@ class Situation:
     committed_at_failure: int = -2
     ceiling: int | None = None
     """Size that the next start must not exceed, after one that found its resources gone."""
+    is_joining: bool = False
+    """New workers were asked for and have not answered."""
+    num_joiners: int = 0
+    """New workers that are warm and wait for the next re-form."""
+    tried_to_grow_s: float = float("-inf")
     errors: tuple[RankError, ...] = ()
     deaths: tuple[WorkerDied, ...] = ()
     left: frozenset[int] = frozenset()

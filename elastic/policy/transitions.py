@@ -20,6 +20,8 @@ from elastic.policy.events import (
     GroupStarted,
     GroupStartFailed,
     GroupStopped,
+    JoinersFailed,
+    JoinersReady,
     LookForCapacity,
     OrderLeave,
     OrderSave,
@@ -33,6 +35,7 @@ from elastic.policy.events import (
     ReformFailed,
     SaveRequested,
     StartGroup,
+    StartJoiners,
     StopGroup,
     StopRequested,
     Tick,
@@ -149,10 +152,13 @@ def _start(now: Situation, size: int, event: CapacitySeen, time_s: float) -> Dec
 
 
 def _started(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
-    reason = f"generation {now.generation} runs with {now.world_size} workers"
+    assert isinstance(event, GroupStarted)
+    reason = f"generation {now.generation} runs with {event.world_size} workers"
     new = replace(
         now,
         phase=Phase.RUNNING,
+        # Fewer than planned, if one more was found dead while the others were told.
+        world_size=event.world_size,
         since_s=time_s,
         waiting_since_s=None,
         ceiling=None,
@@ -166,6 +172,8 @@ def _started(rules: Rules, now: Situation, event: Event, time_s: float) -> Decis
         return _all_done(new, time_s)
     if now.stop_reason:
         return _leave(new, Then.STOP, now.stop_reason, time_s)
+    if now.num_joiners:
+        return _take_in(new, time_s)
     if now.save_asked_at is None:
         return Decision(situation=new, reason=reason)
     # The group that was asked is gone; of this one any save will do.
@@ -177,7 +185,7 @@ def _died_early(rules: Rules, now: Situation, event: Event, time_s: float) -> De
     """A death while the rest of the group still starts: kept until the start has ended."""
     assert isinstance(event, WorkerDied)
     return Decision(
-        situation=replace(now, deaths=(*now.deaths, event)), commands=(_record_death(now, event),)
+        situation=replace(now, deaths=(*now.deaths, event)), commands=(record_death(now, event),)
     )
 
 
@@ -196,11 +204,12 @@ def _failed_early(rules: Rules, now: Situation, event: Event, time_s: float) -> 
 def _died_reforming(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     """One more death while the survivors re-form: they do so again without it, if they can."""
     assert isinstance(event, WorkerDied)
-    record = _record_death(now, event)
+    record = record_death(now, event)
     reason = f"{now.reason}; then {headline(event, ())}"
     new = replace(now, reason=reason, since_s=time_s)
-    if now.world_size - 1 >= rules.min_workers and not now.stop_reason:
-        return _reform(new, now.world_size - 1, time_s, before=(record,))
+    size = now.world_size - 1 + now.num_joiners
+    if size >= rules.min_workers and not now.stop_reason:
+        return _reform(new, size, time_s, before=(record,))
     new = replace(new, phase=Phase.STOPPING, then=Then.STOP if now.stop_reason else Then.RESTART)
     return Decision(
         situation=new, commands=(record, StopGroup(generation=now.generation)), reason=reason
@@ -258,10 +267,49 @@ def _count_failure(rules: Rules, now: Situation) -> tuple[Situation, str]:
 def _grow_or_not(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     assert isinstance(event, CapacitySeen)
     size = min(event.num_workers, rules.max_workers)
-    if size <= now.world_size or time_s - now.since_s < rules.grow_interval_s:
+    since_s = max(now.since_s, now.tried_to_grow_s)
+    if size <= now.world_size or time_s - since_s < rules.grow_interval_s or now.is_joining:
         return Decision(situation=now)
-    reason = f"growing from {now.world_size} to {size} workers after a save: {event.note}"
-    return _leave(now, Then.RESTART, reason, time_s)
+    if not rules.warm:
+        reason = f"growing from {now.world_size} to {size} workers after a save: {event.note}"
+        return _leave(now, Then.RESTART, reason, time_s)
+    new = replace(now, is_joining=True, tried_to_grow_s=time_s)
+    reason = f"starting {size - now.world_size} workers beside the {now.world_size} that train"
+    planned = Record(
+        kind="growth_planned",
+        generation=now.generation,
+        reason=f"{reason}: {event.note}",
+        data={"old_world_size": now.world_size, "new_world_size": size},
+    )
+    commands = (planned, StartJoiners(num=size - now.world_size))
+    return Decision(situation=new, commands=commands, reason=now.reason)
+
+
+def _grow(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """The new workers are warm: the group saves at a step and re-forms with them."""
+    assert isinstance(event, JoinersReady)
+    new = replace(now, is_joining=False, num_joiners=now.num_joiners + event.num)
+    return _take_in(new, time_s)
+
+
+def _take_in(now: Situation, time_s: float) -> Decision:
+    size = now.world_size + now.num_joiners
+    reason = f"growing from {now.world_size} to {size} workers after a save"
+    return _leave(now, Then.REFORM, reason, time_s)
+
+
+def _joiners_wait(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, JoinersReady)
+    return Decision(
+        situation=replace(now, is_joining=False, num_joiners=now.num_joiners + event.num)
+    )
+
+
+def _not_joined(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, JoinersFailed)
+    record = Record(kind="growth_failed", generation=now.generation, reason=event.reason)
+    new = replace(now, is_joining=False, tried_to_grow_s=time_s)
+    return Decision(situation=new, commands=(record,))
 
 
 def _stop_running(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
@@ -281,7 +329,7 @@ def _leave(now: Situation, then: Then, reason: str, time_s: float) -> Decision:
 def _stop_anyway(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     """A stop asked for while the group leaves or ends for another reason."""
     assert isinstance(event, StopRequested)
-    then = Then.STOP if now.then is Then.RESTART else now.then
+    then = Then.STOP if now.then in (Then.RESTART, Then.REFORM) else now.then
     return Decision(situation=replace(now, stop_reason=event.reason, then=then))
 
 
@@ -309,10 +357,11 @@ def _save_later(rules: Rules, now: Situation, event: Event, time_s: float) -> De
 def _died(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     assert isinstance(event, WorkerDied)
     new = replace(now, deaths=(*now.deaths, event))
-    return _fail(rules, new, time_s, before=(_record_death(now, event),))
+    return _fail(rules, new, time_s, before=(record_death(now, event),))
 
 
-def _record_death(now: Situation, event: WorkerDied) -> Record:
+def record_death(now: Situation, event: WorkerDied) -> Record:
+    """What the ledger is told of a death."""
     return Record(
         kind="node_lost" if event.node_lost else "worker_died",
         generation=event.generation,
@@ -386,6 +435,7 @@ def _fail(
     if gave_up:
         new = replace(new, then=Then.FAIL, reason=gave_up)
     survivors = now.world_size - len({death.world_rank for death in now.deaths})
+    survivors += now.num_joiners
     warm = (
         rules.warm
         and new.then is Then.RESTART
@@ -413,7 +463,7 @@ def _fail(
 
 
 def _reform(now: Situation, size: int, time_s: float, before: tuple[Command, ...]) -> Decision:
-    """A new generation of the processes that are left."""
+    """A new generation of the processes that are alive."""
     generation = now.generation + 1
     new = replace(
         now,
@@ -425,12 +475,14 @@ def _reform(now: Situation, size: int, time_s: float, before: tuple[Command, ...
         deaths=(),
         left=frozenset(),
         finished=frozenset(),
+        then=Then.RESTART,
         error=None,
+        num_joiners=0,
     )
     planned = Record(
         kind="generation_planned",
         generation=generation,
-        reason=f"re-forming the {size} workers that are left as generation {generation}",
+        reason=f"re-forming as generation {generation} with {size} workers",
         data={"world_size": size},
     )
     commands = (*before, planned, Reform(generation=generation, world_size=size))
@@ -482,6 +534,8 @@ def _with_done(now: Situation, event: RankFinished | RankLeft) -> Situation:
 
 
 def _all_done(now: Situation, time_s: float) -> Decision:
+    if now.then is Then.REFORM and not now.finished:
+        return _reform(now, now.world_size + now.num_joiners, time_s, before=())
     then = Then.FINISH if now.finished else now.then
     reason = f"all ranks finished at step {now.step}" if now.finished else now.reason
     new = replace(now, phase=Phase.STOPPING, since_s=time_s, then=then, reason=reason)
@@ -505,7 +559,7 @@ def _leave_overdue(rules: Rules, now: Situation, event: Event, time_s: float) ->
 
 
 def _stopped(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
-    new = replace(now, world_size=0)
+    new = replace(now, world_size=0, num_joiners=0, is_joining=False)
     if now.then is Then.FINISH:
         return _end(new, "finished", now.reason, time_s)
     if now.then is Then.STOP:
@@ -559,6 +613,8 @@ EVENTS = (
     GroupStartFailed,
     GroupStopped,
     ReformFailed,
+    JoinersReady,
+    JoinersFailed,
     WorkerDied,
     RankFailed,
     RankLeft,
@@ -579,6 +635,9 @@ _LATE: dict[type[Event], Handler] = {
     RankLeft: _ignore,
     RankFinished: _ignore,
     Progressed: _ignore,
+    # Of a group that is no more: they were ended with it.
+    JoinersReady: _ignore,
+    JoinersFailed: _ignore,
     Committed: _committed,
     Unrecoverable: _ignore,
     SaveRequested: _save_later,
@@ -605,6 +664,8 @@ _GROUP: dict[type[Event], Handler] = {
     RankLeft: _rank_done,
     RankFinished: _rank_done,
     Progressed: _progressed,
+    JoinersReady: _joiners_wait,
+    JoinersFailed: _not_joined,
     Committed: _committed,
     Unrecoverable: _unrecoverable,
     StopRequested: _stop_anyway,
@@ -640,6 +701,7 @@ _ROWS: dict[Phase, dict[type[Event], Handler]] = {
     Phase.RUNNING: {
         **_GROUP,
         CapacitySeen: _grow_or_not,
+        JoinersReady: _grow,
         StopRequested: _stop_running,
         SaveRequested: _save_running,
     },

@@ -30,7 +30,10 @@ class RollbackRefused(Exception):
         self.why = why
 
     def __str__(self) -> str:
-        return f"cannot take {self.url} back to step {self.step}: {self.why}. No checkpoint was touched"
+        return (
+            f"cannot take {self.url} back to step {self.step}: {self.why}. "
+            "No checkpoint was touched"
+        )
 
 
 def roll_back(

@@ -82,6 +82,15 @@ def load_run_file(fs: Filesystem) -> RunFile | None:
         ) from error
 
 
+def free_name(storage: str, name: str) -> str:
+    """`name`, or the first of NAME-2, NAME-3 and so on that nothing at this storage is called."""
+    taken = {entry.name for entry in Filesystem.at(storage).list()}
+    number = 2
+    while (found := name if number == 2 and name not in taken else f"{name}-{number}") in taken:
+        number += 1
+    return found
+
+
 def create_run_file(
     fs: Filesystem,
     *,

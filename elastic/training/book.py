@@ -36,6 +36,8 @@ class Launcher:
     """How often it has started this group before."""
     reached_step = -1
     """The last step that those starts finished; -1 where that is not known."""
+    may_restart = False
+    """Whether it will start the group again if this start fails."""
 
     def is_stop_asked(self) -> bool:
         """Whether the run shall save and stop. Local, no waiting."""
@@ -230,8 +232,13 @@ class Book:
         """The run is over for this process: `finished`, `stopped` or `failed`."""
         self._metrics.flush()
         self._record_progress()
-        self._record(f"run_{outcome}", step=step, reason=reason)
-        self._launcher.tell({**self._status, "state": outcome.upper(), "reason": reason})
+        kind, state = f"run_{outcome}", outcome.upper()
+        if outcome == "failed" and self._launcher.may_restart:
+            # FAILED is for good, and this is not.
+            kind, state = "generation_ended", "STARTING"
+            reason = f"{reason}; {self._launcher.what} starts the group again"
+        self._record(kind, step=step, reason=reason)
+        self._launcher.tell({**self._status, "state": state, "reason": reason})
         self._ledger.close()
         self._claim.lease.release()
 

@@ -191,12 +191,21 @@ class _Writer:
 
     def _read(self, stored: Stored) -> torch.Tensor:
         tensor = self._held.read(stored)
-        converted = self._held.tensors[stored.name].dtype != stored.dtype
-        if converted and bool(tensor.isinf().any()):
+        if _narrows(self._held.tensors[stored.name].dtype, stored.dtype) and _has_infinity(tensor):
             self.warnings.append(f"{stored.name} has infinities as {stored.dtype}")
         self._done_bytes += stored.bytes
         self._tell(self._done_bytes, self._all_bytes)
         return tensor
+
+
+def _narrows(old: torch.dtype, new: torch.dtype) -> bool:
+    """Whether a value may be too large for the new dtype."""
+    return old != new and torch.finfo(new).max < torch.finfo(old).max
+
+
+def _has_infinity(tensor: torch.Tensor) -> bool:
+    # In pieces, since the answer for each value needs as much memory again.
+    return any(bool(piece.isinf().any()) for piece in tensor.reshape(-1).split(1 << 20))
 
 
 @contextlib.contextmanager

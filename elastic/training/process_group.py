@@ -15,8 +15,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
 
 from elastic.training.membership import Membership
+from elastic.training.meshes import forget_meshes
 
 _STORE_S = 30.0
 _LOOK_UP = timedelta(milliseconds=200)
@@ -98,6 +103,30 @@ def _meet(
                 raise Superseded(f"generation {member.generation}") from None
             if time.monotonic() > until_s:
                 raise
+
+
+def rehearse(device: torch.device) -> None:
+    """Make a process group of this process alone, train one step of a sharded model, and end it.
+
+    What is slow the first time (lazy imports, kernels, allocators) is not so the second time.
+    """
+    use_cuda = device.type == "cuda"
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+    )
+    mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("shard_rehearsal",))
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU()).to(device)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8, device=device)).sum().backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    del model, optimizer, mesh
+    disconnect()
+    forget_meshes()
 
 
 def disconnect() -> None:

@@ -152,6 +152,7 @@ class Torchrun(Launcher):
         on_status: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self.restarts = place.restarts
+        self.may_restart = place.restarts < place.max_restarts
         self._store = store
         self._on_status = on_status
         self._stop = threading.Event()

@@ -78,8 +78,7 @@ def logs(
     if follow:
         _follow(run, fs, tail, as_json)
     else:
-        _print(run, tail.read(), as_json)
-        _print(run, tail.rest(), as_json)
+        _print(run, tail.read(to_end=True), as_json)
 
 
 def _check(fs: Filesystem, rank: int | None, generation: int | None, follow: bool) -> None:
@@ -122,7 +121,7 @@ def _follow(run: str, fs: Filesystem, tail: Tail, as_json: bool) -> None:
             time.sleep(_POLL_S if fs.is_local else _POLL_OBJECTS_S)
     except KeyboardInterrupt:
         return
-    _print(run, tail.rest(), as_json)
+    _print(run, tail.read(to_end=True), as_json)
     if end is None:
         click.echo("that generation is over", err=True)
     elif end[0] == "UNKNOWN":

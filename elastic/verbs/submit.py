@@ -64,8 +64,9 @@ def submit(
     \b
         elastic submit jobs/pretrain.py --name demo --num-workers 2:4 --storage /mnt/runs
 
-    The same --name resumes. ARGS are the script's own; `--from-step N` goes back to an earlier
-    checkpoint first, `--fresh` begins a new run NAME-2, NAME-3 and so on beside the one there is.
+    Options of this command stand before FILE_OR_MODULE, ARGS are the script's own. With those of
+    jobs.pretrain the same --name resumes, --from-step N goes back to an earlier checkpoint first,
+    and --fresh begins a new run NAME-2, NAME-3 and so on beside the one there is.
 
     Ships the working directory without version control, environments, caches, what git ignores,
     and what runs have left in it; refuses more than 100 MiB. Prints what the job prints; Ctrl-C

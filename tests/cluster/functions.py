@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -102,3 +104,21 @@ def tells_ranks(run: elastic.Run) -> None:
     path.write_text(json.dumps(told))
     for _ in steps(run, run.config["until"]):
         pass
+
+
+def speaks_and_dies(run: elastic.Run) -> None:
+    """Rank 1 of the first generation says something in three ways, and is gone at once."""
+    for step in steps(run, 10):
+        if step.number == 3 and run.generation == 0 and run.world_rank == 1:
+            print("printed, and\x1b[2J gone")
+            print("to stderr", file=sys.stderr)
+            os.write(2, b"raw, without end")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def speaks_and_raises(run: elastic.Run) -> None:
+    """Rank 1 says something and raises."""
+    for step in steps(run, 10):
+        if step.number == 3 and run.world_rank == 1:
+            print("the loss looks odd")
+            raise ValueError("boom-3c")

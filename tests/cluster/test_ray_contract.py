@@ -44,6 +44,8 @@ METHODS = {
         "has_started": ["self"],
         "get_workers": ["self"],
         "poll_status": ["self", "timeout"],
+        "_init_train_context": ["self", "workers", "sync_actor"],
+        "get_worker_group_state": ["self"],
         "shutdown": ["self"],
     },
     "ray.train.v2._internal.execution.worker_group:RayTrainWorker": {
@@ -153,6 +155,14 @@ def test_members_of_ray_state_and_worker_metadata():
     assert "distributed_context" in TrainContext.__dataclass_fields__
     assert not TrainContext.__dataclass_params__.frozen  # a warm re-form changes it in place
     assert callable(get_train_context)
+    from ray.train.v2._internal.callbacks import WorkingDirectorySetupCallback
+    from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
+
+    assert callable(WorkingDirectorySetupCallback.after_execution_group_start)
+    assert list(inspect.signature(ReplicaGroup).parameters)[:2] == [
+        "workers",
+        "resources_per_worker",
+    ]
     assert callable(SynchronizationActor.__ray_metadata__.modified_class.reset)
     assert callable(ray._private.state.state.get_draining_nodes)
 
@@ -162,6 +172,7 @@ def test_every_private_name_in_the_module_is_listed_above():
     listed = {name for names in METHODS.values() for name in names}
     listed |= {name for names in ATTRIBUTES.values() for name in names}
     own = {"_Group", "_WatchedWorker", "_member", "_worker_cls"}
+    own |= {"_watches", "_place_of", "_bundles", "_extra_groups", "_free_places"}
     ours = {node.attr for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.Attribute)}
     private = {name for name in ours if name.startswith("_") and not name.startswith("__")}
     assert private - listed - own - {"_private", "_raylet"} == set()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import os
 import pickle
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -415,6 +418,36 @@ def test_staging_memory_is_kept_and_left_to_a_save_that_never_ends(tmp_path: Pat
     manifest = manifest_of(handle.files())
     restore(tmp_path, "b", manifest, tracked)
     assert torch.equal(model.weight, expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_that_has_ended_keeps_no_model_alive(tmp_path: Path, fails: bool) -> None:
+    def strike(operation: str, path: str) -> None:
+        if fails and operation == "write":
+            raise OSError("full")
+
+    saver = AsyncSaver()
+    model = nn.Linear(3, 3)
+    handle = begin(saver, faulty(str(tmp_path), strike), "a", TrackedState(model=model))
+    with contextlib.suppress(WriteFailed):
+        handle.files()
+    assert not fails or not handle._writer.written
+    # On a GPU the next generation's model would not fit beside it.
+    model = weakref.ref(model)
+    gc.collect()
+    assert model() is None
+
+
+def test_an_object_store_holds_it_as_well(tmp_path: Path) -> None:
+    store = Filesystem.at(f"memory://bucket/{tmp_path.name}")
+    tracked, run = built(sharded=False)
+    run(range(2))
+    expected = content(tracked)
+    manifest = manifest_of(begin(AsyncSaver(), store, "a", tracked).files())
+    run(range(2, 3))
+    assert verify_share(store, "a", manifest.files, 0, 1) == []
+    load(store, "a", manifest, tracked)
+    assert content(tracked) == expected
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,25 @@ def test_the_next_update_uses_the_restored_schedule(  # B52
     assert run(model, optimizer, scheduler, range(5, 15)) == expected
 
 
+@pytest.mark.parametrize(("saved", "live"), [(0.25, torch.tensor(1.0)), (torch.tensor(0.25), 1.0)])
+def test_a_setting_stays_the_tensor_or_the_number_it_is(  # B48 B52
+    tmp_path: Path, saved: Any, live: Any
+) -> None:
+    model = plain_small()
+
+    def tracked(lr: Any) -> TrackedState:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
+        groups.append(optimizer.param_groups[0])
+        return TrackedState(model=model, optimizer=optimizer)
+
+    groups: list[dict[str, Any]] = []
+    manifest = save(tmp_path, "a", tracked(saved))
+    restore(tmp_path, "a", manifest, tracked(live))
+    assert float(groups[1]["lr"]) == 0.25
+    assert type(groups[1]["lr"]) is type(live)
+    assert groups[1]["lr"] is live or not isinstance(live, torch.Tensor)
+
+
 def test_a_plateau_scheduler_with_infinities_is_restored(tmp_path: Path) -> None:
     def build() -> tuple[Any, TrackedState]:
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -177,6 +177,8 @@ def every_optimizer(
             restore(folder, *arrivals[name], tracked)
         else:
             train(model, optimizer, range(2))
+        for parameter, state in optimizer.state.items():
+            assert "row" not in state or state["row"].placements == parameter.placements
         manifest = save(folder, f"{name}-{leave}", tracked)
         found[name] = (content(tracked), manifest, train(model, optimizer, range(2, 4)))
     return found

@@ -1,7 +1,8 @@
-"""A run without Ray: real torchrun, ranks that die and come back, another size, and no for an answer."""
+"""A run without Ray: real torchrun, ranks that die and come back, another size, refusals."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -129,7 +130,7 @@ def test_a_rank_killed_then_another_size(tmp_path: Path, victim: int) -> None:
     whole = (*flags, "--name", "whole", "--steps", "70", "--json", f"{tmp_path}/whole.json")
     with torchrun(1, *goes_on, "--quiet") as one, torchrun(2, *whole, "--quiet") as two:
         ended = [finished(process) for process in (one, two)]
-    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert [code for code, _, _ in ended] == [0, 0], "".join(err for _, _, err in ended)
     broken, undisturbed = (summary(tmp_path / f"{name}.json") for name in ("broken", "whole"))
     assert broken["world_sizes"] == [2, 2, 1]
     for name in ("losses", "grad_norms"):
@@ -221,8 +222,6 @@ def test_ranks_meet_beside_what_an_older_attempt_left() -> None:
     server.set("attempt-1-left/in/1", "left")
 
     def attempt(rank: int) -> str:
-        import dataclasses
-
         store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
         mine = meet(store, dataclasses.replace(PLACE, world_rank=rank), timeout_s=20.0)
         if rank == 0:

@@ -13,6 +13,8 @@ import jsonschema
 import pytest
 import yaml
 
+from elastic.policy.situation import Rules
+
 FILE = Path(__file__).resolve().parents[2] / "cluster.yaml"
 TEXT = FILE.read_text(encoding="utf-8")
 
@@ -77,6 +79,14 @@ def test_the_health_checks_are_knobs_that_this_ray_has(config: dict[str, Any]) -
     for name, value in knobs.items():
         assert name.encode() in known, f"this Ray's head would refuse to start over {name}"
         assert isinstance(value, int)
+
+
+def test_ray_job_stop_leaves_time_to_save(config: dict[str, Any]) -> None:
+    setting = head_start(config)[0]
+    name, seconds = setting.split("=")
+    supervisor = ray_file("ray/dashboard/modules/job/job_supervisor.py").read_text(encoding="utf-8")
+    assert f'"{name}"' in supervisor, f"this Ray does not read {name}"
+    assert int(seconds) >= Rules(min_workers=1, max_workers=1).leave_s
 
 
 def test_the_image_has_the_ray_and_the_python_that_the_project_needs(

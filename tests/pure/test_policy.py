@@ -28,6 +28,8 @@ SAMPLES: dict[type[e.Event], e.Event] = {
     e.GroupStarted: e.GroupStarted(generation=4, world_size=3),
     e.GroupStartFailed: e.GroupStartFailed(generation=4, reason="gone", is_capacity=True),
     e.GroupStopped: e.GroupStopped(generation=4),
+    e.JoinersReady: e.JoinersReady(num=1),
+    e.JoinersFailed: e.JoinersFailed(reason="no room"),
     e.ReformFailed: e.ReformFailed(generation=4, reason="rank 1 did not come out"),
     e.WorkerDied: e.WorkerDied(generation=4, world_rank=1, node_lost=False, detail="killed"),
     e.RankFailed: e.RankFailed(generation=4, error=error(2)),
@@ -249,6 +251,58 @@ def test_a_stop_ends_the_run_from_every_phase(phase: Phase):
     assert drive.now.phase is (phase if phase in FINAL else Phase.STOPPED)
 
 
+class TestWarmGrowth:
+    def grown(self) -> Drive:
+        drive = Drive(WARM).running(3)
+        commands = drive(e.CapacitySeen(num_workers=4), after_s=10.0)
+        assert commands[-1] == e.StartJoiners(num=1) and drive.now.phase is Phase.RUNNING
+        assert drive(e.CapacitySeen(num_workers=4), after_s=60.0) == []  # asked for already
+        return drive
+
+    def test_others_train_until_the_joiner_is_warm_and_then_all_re_form(self):
+        drive = self.grown()
+        assert isinstance(drive(e.JoinersReady(num=1))[-1], e.OrderLeave)
+        left = [e.RankLeft(generation=0, world_rank=rank, step=40) for rank in range(3)]
+        assert drive(*left)[-1] == e.Reform(generation=1, world_size=4)
+        drive(e.GroupStarted(generation=1, world_size=4))
+        assert drive.now.phase is Phase.RUNNING and drive.now.num_joiners == 0
+
+    def test_a_death_meanwhile_takes_the_waiting_joiner_in(self):
+        drive = self.grown()
+        drive(e.JoinersReady(num=1))
+        died = e.WorkerDied(generation=0, world_rank=0, node_lost=False, detail="killed")
+        assert drive(died)[-1] == e.Reform(generation=1, world_size=3)
+
+    def test_a_joiner_that_is_ready_during_a_re_form_is_taken_in_after_it(self):
+        drive = self.grown()
+        drive(e.WorkerDied(generation=0, world_rank=0, node_lost=False, detail="killed"))
+        assert drive(e.JoinersReady(num=1)) == []
+        commands = drive(e.GroupStarted(generation=1, world_size=2))
+        assert isinstance(commands[-1], e.OrderLeave) and drive.now.then is Then.REFORM
+
+    def test_a_failed_try_is_told_and_repeated_after_the_interval(self):
+        drive = self.grown()
+        drive(e.JoinersFailed(reason="no room"))
+        assert "growth_failed" in drive.kinds()
+        assert drive(e.CapacitySeen(num_workers=4), after_s=5.0) == []
+        assert drive(e.CapacitySeen(num_workers=4), after_s=10.0)[-1] == e.StartJoiners(num=1)
+
+    def test_a_flapping_node_causes_a_bounded_number_of_tries(self):
+        drive = Drive(WARM).running(3)
+        for _ in range(1000):
+            drive(e.CapacitySeen(num_workers=4), e.JoinersFailed(reason="gone"), after_s=0.1)
+        assert drive.kinds().count("growth_planned") <= 10
+
+    def test_a_stop_goes_before_growth(self):
+        drive = self.grown()
+        drive(e.JoinersReady(num=1))
+        drive(e.StopRequested(reason="asked"))
+        left = [e.RankLeft(generation=0, world_rank=rank, step=40) for rank in range(3)]
+        assert drive(*left)[-1] == e.StopGroup(generation=0)
+        drive(e.GroupStopped(generation=0))
+        assert drive.now.phase is Phase.STOPPED
+
+
 class TestWarm:
     def died(self, generation: int, rank: int, *, node_lost: bool = False) -> e.WorkerDied:
         return e.WorkerDied(
@@ -351,6 +405,8 @@ def next_event(rng: random.Random, now: Situation) -> e.Event | None:
     illegal = (e.GroupStarted, e.GroupStartFailed, e.GroupStopped, e.ReformFailed)
     kind = rng.choice([kind for kind in EVENTS if kind not in illegal])
     if kind is e.StopRequested and rng.random() < 0.9:
+        return None
+    if kind in (e.JoinersReady, e.JoinersFailed) and not now.is_joining:
         return None
     event = SAMPLES[kind]
     if event.generation != -1:
