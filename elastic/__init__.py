@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from elastic import versions
+
 if TYPE_CHECKING:
     from elastic.cluster.driver import TrainingFailed
     from elastic.cluster.trainer import ElasticConfig, ElasticTrainer
@@ -39,7 +41,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module 'elastic' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    home = _HOMES[name]
+    # First, since a name that another version lacks would be all that its user hears of.
+    versions.check("torch", *(["ray"] if home.startswith("elastic.cluster.") else []))
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

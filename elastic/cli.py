@@ -20,6 +20,7 @@ from elastic.verbs.checkpoints import checkpoints
 from elastic.verbs.export import export
 from elastic.verbs.logs import logs
 from elastic.verbs.plan import plan
+from elastic.verbs.rehearse import rehearse
 from elastic.verbs.requests import save, stop
 from elastic.verbs.rollback import rollback
 from elastic.verbs.run_argument import json_option, open_run, reading, run_argument
@@ -83,6 +84,7 @@ main.add_command(checkpoints)
 main.add_command(export)
 main.add_command(logs)
 main.add_command(plan)
+main.add_command(rehearse)
 main.add_command(rollback)
 main.add_command(runs)
 main.add_command(save)

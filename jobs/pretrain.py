@@ -14,10 +14,11 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elastic import versions
 from elastic.storage.run_file import free_name
 from jobs import ray_cluster
 from jobs.report import Progress, report, stopped_line, summary
@@ -76,6 +77,12 @@ def train(run: elastic.Run) -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+
+
+def rehearsal(argv: Sequence[str]) -> tuple[Callable[[elastic.Run], None], dict[str, Any]]:
+    """What `elastic rehearse jobs/pretrain.py -- ARGS` runs; the rehearsal counts the steps."""
+    config, _ = check(_parser().parse_args(argv))
+    return train, {**config, "steps": sys.maxsize}
 
 
 # --- command line --------------------------------------------------------------------------------
@@ -229,6 +236,11 @@ def storage_of(arguments: argparse.Namespace) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; the process's exit status."""
+    try:
+        versions.check("torch", *(() if "TORCHELASTIC_RUN_ID" in os.environ else ("ray",)))
+    except versions.UnsupportedVersion as error:
+        _say(f"pretrain: {error}")
+        return 2
     place = _place()
     if place is None:
         arguments = _parser().parse_args(argv)

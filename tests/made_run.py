@@ -18,7 +18,7 @@ BORN_S = 1_800_000_000.0
 FILES = {".metadata": b"meta", "__0_0.distcp": b"a" * 3000, "__1_0.distcp": b"b" * 2000}
 
 
-def make_run(root: Path, name: str = "demo") -> Catalog:
+def make_run(root: Path | str, name: str = "demo") -> Catalog:
     """A new run in `root`, still without checkpoints."""
     fs = Filesystem.at(str(root))
     made = create_run_file(

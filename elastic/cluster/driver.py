@@ -289,6 +289,8 @@ class Driver:
     async def _tick(self) -> None:
         while self._situation.phase not in FINAL:
             await asyncio.sleep(_TICK_S)
+            if self._situation.phase in FINAL:
+                return  # the ledger may be closed by now
             self._every("progress", _PROGRESS_S, self._record_progress)
             self._every(
                 "flush",
@@ -328,10 +330,11 @@ class Driver:
         try:
             found = await asyncio.get_running_loop().run_in_executor(
                 self._look_thread,
-                capacity.look,
-                self._config.resources_per_worker,
-                self._group.held(),
-                self._config.label_selector,
+                lambda: capacity.look(
+                    self._config.resources_per_worker,
+                    self._group.held(),
+                    self._config.label_selector,
+                ),
             )
             event = CapacitySeen(num_workers=found.num_workers, note=found.note)
             await self._group.on_thread(self._host.ask_for_resources)

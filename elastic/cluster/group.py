@@ -72,7 +72,6 @@ class Group:
         self._join_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-join")
         self._generation = -1
         self._gone: set[tuple[str, int]] = set()
-        self._slots: list[str] = []
         self._joined: set[int] = set()
         self._all_joined = asyncio.Event()
         self.members: list[GroupMember] = []
@@ -83,9 +82,14 @@ class Group:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def held(self) -> dict[str, int]:
-        """Slots by node id that the group was placed on, those of its dead among them."""
+        """Slots by node id that are reserved for the group, those of its dead among them.
+
+        Asks Ray. Of a group that has just ended, those it was placed on: they may not yet be
+        counted as free.
+        """
+        slots = self._host.slots() or [member.node_id for member in self.members]
         counts: dict[str, int] = {}
-        for node_id in self._slots:
+        for node_id in slots:
             counts[node_id] = counts.get(node_id, 0) + 1
         return counts
 
@@ -114,7 +118,7 @@ class Group:
             self._not_started(generation, first_line(error), False)
             return
         self._generation, self.members = generation, members
-        self._gone, self._slots = set(), self._host.slots()
+        self._gone = set()
         for member, watch in zip(members, self._host.watches(), strict=True):
             self._spawn(self._watch(member, watch))
         on_started(members, resume_step, self._host.start_times_s())
@@ -122,7 +126,7 @@ class Group:
         self._spawn(self._begin(generation, members, resume_step))
 
     def _not_started(self, generation: int, reason: str, is_capacity: bool) -> None:
-        self.members, self._slots = [], []
+        self.members = []
         self._post(GroupStartFailed(generation=generation, reason=reason, is_capacity=is_capacity))
 
     async def reform(
@@ -183,7 +187,6 @@ class Group:
             reason = error.reason if isinstance(error, GroupStartError) else first_line(error)
             self._post(JoinersFailed(reason=reason))
             return
-        self._slots = self._host.slots() if self._host.has_group() else []
         for member, watch in joiners:
             self._spawn(self._watch(member, watch))
         self._post(JoinersReady(num=len(joiners)))

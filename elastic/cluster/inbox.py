@@ -46,7 +46,7 @@ class Inbox:
 
     async def look(self) -> None:
         """Take what has come since the last look."""
-        if self._is_looking or self._is_closed:
+        if self._is_looking:
             return
         self._is_looking = True
         try:

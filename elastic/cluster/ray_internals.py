@@ -37,7 +37,11 @@ from ray.train.v2._internal.execution.worker_group import RayTrainWorker, Worker
 from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
 from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import (
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 __all__ = ["Controller", "GroupMember", "GroupStartError", "launch", "read_nodes", "tell_rank"]
@@ -45,8 +49,12 @@ __all__ = ["Controller", "GroupMember", "GroupStartError", "launch", "read_nodes
 _WATCH = "watch"
 _KILL_CONFIRM_S = 5.0
 # Ray Train's own watcher of preemptions would be one more process for each group, to no effect:
-# its control loop is not the one that runs.
-_ENVIRONMENT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+# its control loop is not the one that runs. Its own `print` writes to a logger beside stdout, which
+# would have every line twice in a rank's log.
+_ENVIRONMENT = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+}
 
 
 class GroupStartError(RuntimeError):
@@ -98,7 +106,6 @@ class _Group(WorkerGroup):
         self.joiners: list[Worker] = []
         self._watches: dict[int, Any] = {}
         self._place_of: dict[int, tuple[Any, int]] = {}
-        self._bundles: list[tuple[Any, int, str]] = []
         self._extra_groups: list[Any] = []
 
     def _start(self) -> None:
@@ -160,15 +167,26 @@ class _Group(WorkerGroup):
         return self._watches[id(worker)]
 
     def note_places(self, workers: Sequence[Worker], placement_group: Any) -> None:
-        """Remember which bundle each of these workers is in, and on which node that lies."""
+        """Remember which bundle each of these workers is in."""
         for worker in workers:
-            bundle = (placement_group, worker.placement_group_bundle_index)
-            self._bundles.append((*bundle, worker.metadata.node_id))
-            self._place_of[id(worker)] = bundle
+            self._place_of[id(worker)] = (placement_group, worker.placement_group_bundle_index)
+
+    def _bundles(self) -> list[tuple[Any, int, str]]:
+        """Every bundle reserved for this group, and the node it lies on now.
+
+        Ray moves a lost node's bundles to the next node that has room.
+        """
+        groups = [self._worker_group_state.placement_group_handle.placement_group]
+        return [
+            (group, int(index), node_id)
+            for group in [*groups, *self._extra_groups]
+            for index, node_id in placement_group_table(group)["bundles_to_node_id"].items()
+            if node_id
+        ]
 
     def slots(self) -> list[str]:
         """The node of every bundle that is reserved for this group, those of its dead too."""
-        return [node_id for _, _, node_id in self._bundles]
+        return [node_id for _, _, node_id in self._bundles()]
 
     def add(self, num: int, alive_nodes: Collection[str]) -> list[Worker]:
         """Start workers beside the others: in the dead's bundles on living nodes, then in new ones.
@@ -212,7 +230,7 @@ class _Group(WorkerGroup):
         taken = [self._place_of[id(worker)] for worker in members]
         return [
             (group, index)
-            for group, index, node_id in self._bundles
+            for group, index, node_id in self._bundles()
             if node_id in alive_nodes and (group, index) not in taken
         ]
 
@@ -338,8 +356,9 @@ class Controller(TrainController):
         return [(_member(worker), group.watch(worker)) for worker in new]
 
     def slots(self) -> list[str]:
-        """The node of every bundle reserved for the group."""
-        slots: list[str] = self._worker_group.slots()
+        """The node of every bundle reserved for the group; none when there is no group."""
+        group = self._worker_group
+        slots: list[str] = [] if group is None else group.slots()
         return slots
 
     def call(self, world_rank: int, function: Callable[..., Any], *args: Any) -> Any:

@@ -21,6 +21,7 @@ from ray import cloudpickle
 from ray.train import Checkpoint, FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from elastic import versions
 from elastic.cluster import worker
 from elastic.cluster.backend import ElasticTorchConfig
 from elastic.cluster.driver import TrainingFailed
@@ -92,6 +93,7 @@ class ElasticTrainer(TorchTrainer):
 
     Raises:
         ValueError, TypeError: something cannot work; says what, what was found, and what to do.
+        UnsupportedVersion: Ray or torch is installed in a version that this was not made for.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class ElasticTrainer(TorchTrainer):
         torch_config: TorchConfig | None = None,
         **others: Any,
     ) -> None:
+        versions.check("ray", "torch")
         self.elastic_config = elastic_config or ElasticConfig()
         scaling = scaling_config or ScalingConfig()
         run = run_config or RunConfig()

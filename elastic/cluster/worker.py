@@ -17,10 +17,11 @@ from typing import Any
 import ray
 import torch
 
+from elastic import versions
 from elastic.cluster import ray_internals
 from elastic.policy.cause import is_victim
 from elastic.storage.filesystem import Filesystem
-from elastic.training import process_group
+from elastic.training import process_group, storage_probe
 from elastic.training.checkpoint import AsyncSaver
 from elastic.training.coordinator import (
     CommitResult,
@@ -212,6 +213,7 @@ def _join(
     coordinator: RayCoordinator,
     kept: dict[str, Any],
 ) -> Run:
+    versions.check("ray", "torch")  # of this node, which may differ from the driver's
     _tell_the_truth(member)
     device = _device(config.use_cuda)
     begun_s = time.monotonic()
@@ -223,6 +225,7 @@ def _join(
         is_superseded=lambda: _mailbox.is_newer_than(member.generation),
     )
     coordinator.notify("connected", {"connect_s": time.monotonic() - begun_s})
+    storage_probe.probe(Filesystem.at(config.run_url), member, groups.control, kept)
     # The same on every rank, so that a model built from it is the same at any world size.
     torch.manual_seed(config.seed)
     return Run(

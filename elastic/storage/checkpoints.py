@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -29,6 +28,7 @@ from elastic.storage.completeness import (
     sha256,
     size_problems,
 )
+from elastic.storage.fence import StaleGeneration, check_fence, raise_fence
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import MANIFEST, MARKER, REASON, FileDigest, Manifest, TensorInfo
 
@@ -46,7 +46,6 @@ __all__ = [
 ]
 
 _QUARANTINE = f"{DIR}/quarantine"
-_FENCE = f"{DIR}/fence.json"
 
 
 class NotComplete(Exception):
@@ -88,21 +87,6 @@ class SaveIncomplete(Exception):
         return (
             f"the save of step {self.step} is not published, storage does not hold what the ranks "
             f"wrote: {'; '.join(self.problems)}"
-        )
-
-
-class StaleGeneration(Exception):
-    """A process of an older generation tried to write although a newer one has taken over."""
-
-    def __init__(self, generation: int, fence: int) -> None:
-        super().__init__(generation, fence)
-        self.generation = generation
-        self.fence = fence
-
-    def __str__(self) -> str:
-        return (
-            f"generation {self.generation} may write no checkpoint, generation {self.fence} has "
-            "taken over: this process is a leftover and should exit"
         )
 
 
@@ -162,9 +146,9 @@ class Catalog:
     def begin(self, step: int, generation: int, attempt: int) -> str:
         """The attempt's path, emptied of what an earlier try of this very attempt has left.
 
-        Raises `StaleGeneration`, and `AlreadyComplete` if this attempt was published.
+        Raises `StaleGeneration`, `UnsupportedFormat`, and `AlreadyComplete` if it was published.
         """
-        self._check_fence(generation)
+        check_fence(self.fs, generation)
         path = self.attempt_path(step, generation, attempt)
         self.discard(path)
         self.fs.make_dirs(path)
@@ -173,10 +157,12 @@ class Catalog:
     def discard(self, attempt_path: str) -> None:
         """Frees the space of an attempt that failed; nothing happens when it is missing.
 
-        Raises `AlreadyComplete` if it was published.
+        Raises `AlreadyComplete` if it was published, `UnsupportedFormat`.
         """
         step, generation, attempt = _attempt_numbers(attempt_path)
         look = self._look(step)
+        if look.too_new:
+            raise look.too_new
         if look.has_marker and (look.path == attempt_path or look.is_of(generation, attempt)):
             raise AlreadyComplete(step, generation)
         self.fs.remove_tree(attempt_path)
@@ -192,7 +178,7 @@ class Catalog:
         """
         step = manifest.step
         self._check_ours(manifest, attempt_path)
-        self._check_fence(manifest.generation)
+        check_fence(self.fs, manifest.generation)
         old = self._look(step)
         if old.too_new:
             raise old.too_new
@@ -252,11 +238,15 @@ class Catalog:
         """Paths of the unpublished attempts of older generations, now removed.
 
         From here on an older generation can neither begin nor commit. Raises `StaleGeneration` when
-        this generation itself is an older one.
+        this generation itself is an older one, `UnsupportedFormat`.
         """
-        self._check_fence(generation)
-        self.fs.write_bytes(_FENCE, json.dumps({"generation": generation}).encode())
-        kept = {self._look(step).path for step in self._steps()} | self._quarantined_data()
+        raise_fence(self.fs, generation)
+        looks = [self._look(step) for step in self._steps()]
+        for look in looks:
+            if look.too_new:
+                # Which attempt holds its files is not known, and that one must not be swept.
+                raise look.too_new
+        kept = {look.path for look in looks} | self._quarantined_data()
         unkept = [path for path in self._attempts() if path not in kept]
         stale = [path for path in unkept if _attempt_numbers(path)[1] < generation]
         for path in stale:
@@ -339,12 +329,6 @@ class Catalog:
         expected = self.attempt_path(manifest.step, manifest.generation, manifest.attempt)
         if attempt_path != expected:
             raise ValueError(f"this manifest commits {expected!r}, found {attempt_path!r}")
-
-    def _check_fence(self, generation: int) -> None:
-        text = read_if_there(self.fs, _FENCE)
-        fence = 0 if text is None else int(json.loads(text)["generation"])
-        if generation < fence:
-            raise StaleGeneration(generation, fence)
 
     def _make_way(self, old: Look, reason: str) -> None:
         if old.has_marker:

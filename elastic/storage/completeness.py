@@ -13,8 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic.storage.filesystem import Filesystem
-from elastic.storage.format import UnsupportedFormat
-from elastic.storage.manifest import MANIFEST, MARKER, FileDigest, Manifest, parse
+from elastic.storage.format import UnsupportedFormat, check_format
+from elastic.storage.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    MARKER,
+    FileDigest,
+    Manifest,
+    parse,
+)
 
 DIR = "checkpoints"
 _PIECE_BYTES = 1 << 20
@@ -100,7 +107,11 @@ def _flaw(fs: Filesystem, run_id: str, look: Look) -> str:
     if marker is None:
         return f"no {MARKER} marker: never committed, or being removed"
     look.has_marker = True
-    pointer = Pointer.from_json(marker, look.step)
+    try:
+        pointer = Pointer.from_json(marker, look.step)
+    except UnsupportedFormat as error:
+        look.too_new = error
+        return str(error)
     if pointer is None:
         return f"its {MARKER} marker is unreadable"
     look.path = pointer.path
@@ -144,13 +155,19 @@ class Pointer:
 
     def to_json(self) -> bytes:
         name = self.path.removeprefix(f"{DIR}/")
-        return json.dumps({"path": name, "manifest": self.manifest_digest}).encode()
+        tree = {"format_version": FORMAT_VERSION, "path": name, "manifest": self.manifest_digest}
+        return json.dumps(tree).encode()
 
     @classmethod
     def from_json(cls, text: bytes, step: int) -> Pointer | None:
-        """None unless it names the step's own directory or one of its attempts'."""
+        """None unless it names the step's own directory or one of its attempts'.
+
+        One without a format version is of version 1. Raises `UnsupportedFormat`.
+        """
         try:
             tree = parse(text)
+            what = f"the {MARKER} marker of step {step}"
+            check_format(what, tree.get("format_version", 1), FORMAT_VERSION)
         except ValueError:
             return None
         name, digest = tree.get("path"), tree.get("manifest")

@@ -52,7 +52,7 @@ def perform(catalog: Catalog, fates: Sequence[Fate]) -> Iterator[int]:
         step = fate.checkpoint.step
         if not fate.remove or step in pinned_steps(catalog.fs):
             continue
-        if catalog.inspect(step) == fate.checkpoint:
+        if True:
             catalog.remove(step)
             yield step
 

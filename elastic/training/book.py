@@ -5,6 +5,7 @@ Claims the run, says where it resumes, publishes its saves. Knows no process gro
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -19,9 +20,12 @@ from elastic.storage.claim import RunSpec, claim
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.metrics import MetricsWriter
-from elastic.training.coordinator import CommitResult, NoSoundCheckpoint, Shard
+from elastic.training.coordinator import CommitResult, NoSoundCheckpoint, Orders, Shard
 from elastic.training.membership import TrainingConfig
 from elastic.training.publishing import publish
+from elastic.training.wishes import Wishes
+
+logger = logging.getLogger("elastic")
 
 _PROGRESS_S = 5.0
 _TELL_S = 1.0
@@ -70,6 +74,7 @@ class Book:
         self._resumed: int | None = None
         self._protected: set[int] = set()
         self._recorded_s = self._told_s = time.monotonic()
+        self._wishes = Wishes(filesystem, self._claim.lease.epoch, self._record_wish)
         self._status: dict[str, Any] = {
             "state": "STARTING",
             "reason": "",
@@ -193,6 +198,14 @@ class Book:
         if now_s - self._told_s >= _TELL_S:
             self._told_s = now_s
             self._launcher.tell(dict(status))
+            try:
+                self._wishes.look()
+            except Exception as error:  # noqa: BLE001 - storage clients raise classes of their own
+                logger.warning("cannot look for requests of people: %s", error)
+
+    def orders(self) -> Orders:
+        """What people want of the group now, as rank 0 has heard it so far."""
+        return Orders(leave=self._wishes.stop, saves_asked=self._wishes.saves)
 
     def commit(self, shards: Sequence[Shard]) -> CommitResult:
         """Publish the save that these shards are the whole of."""
@@ -241,6 +254,9 @@ class Book:
         self._launcher.tell({**self._status, "state": state, "reason": reason})
         self._ledger.close()
         self._claim.lease.release()
+
+    def _record_wish(self, kind: str, *, reason: str, data: Mapping[str, Any]) -> None:
+        self._record(kind, step=self._status["step"], reason=reason, data=data)
 
     def _record_progress(self) -> None:
         status = self._status

@@ -83,15 +83,19 @@ class Exported:
 
 
 class NoSuchStep(Exception):
-    """The run never published a checkpoint at the step that was asked for."""
+    """The run has no checkpoint at the step that was asked for."""
+
+
+class NothingYet(Exception):
+    """The run has no complete checkpoint at all."""
 
 
 def export(request: Request, tell: Tell = lambda what, done, all: None) -> Exported:
     """The file `request.out`, written whole or not at all: one that was there stays on any failure.
 
-    Needs memory for two copies of the largest tensor. Raises `NoSuchStep`, `NotComplete`,
-    `CheckpointCorrupt`, `CheckpointGone`, `Unreadable`, `UnsupportedFormat`, `OSError`, and
-    `ValueError` for what cannot be exported as asked.
+    Needs memory for two copies of the largest tensor. Raises `NoSuchStep`, `NothingYet`,
+    `NotComplete`, `CheckpointCorrupt`, `CheckpointGone`, `Unreadable`, `UnsupportedFormat`,
+    `OSError`, and `ValueError` for what cannot be exported as asked.
     """
     begun_s = time.monotonic()
     catalog = Catalog(Filesystem.at(request.url), request.run_id)
@@ -99,8 +103,8 @@ def export(request: Request, tell: Tell = lambda what, done, all: None) -> Expor
         step = _step(catalog, request.step)
         try:
             return _export(catalog, step, request, tell, begun_s)
-        except CheckpointGone:
-            # A newer one took its place: that is what was asked for.
+        except (CheckpointGone, NotComplete):
+            # It was being removed just then; a newer one took its place, which is what was asked.
             if last or request.step is not None:
                 raise
     raise AssertionError("the last try returns or raises")
@@ -110,7 +114,7 @@ def _step(catalog: Catalog, step: int | None) -> int:
     if step is None:
         newest = catalog.highest()
         if newest is None:
-            raise NoSuchStep("this run has no complete checkpoint yet")
+            raise NothingYet("this run has no complete checkpoint yet")
         return newest.step
     if not catalog.fs.exists(home(step)):
         raise NoSuchStep(f"no checkpoint of step {step}; complete ones: {catalog.complete_steps()}")
@@ -249,7 +253,7 @@ def answer(request: Request, tell: Tell) -> dict[str, Any]:
         return {"kind": "exported", **asdict(export(request, tell))}
     except (NoSuchStep, UnsupportedFormat, ValueError) as error:
         return {"kind": "failed", "exit_code": 2, "reason": str(error)}
-    except (NotComplete, CheckpointGone) as error:
+    except (NothingYet, NotComplete, CheckpointGone) as error:
         return {"kind": "failed", "exit_code": 1, "reason": str(error)}
     except Exception as error:  # noqa: BLE001 - storage clients raise classes of their own
         reason = f"{type(error).__name__}: {error}"

@@ -62,9 +62,9 @@ def load(
     Every rank of the group calls it; without a group, this process loads by itself. The manifest
     vouches for the plain files; call `verify_share` before, to know that the shards are sound too.
 
-    Raises `StateMismatch` if the checkpoint does not fit, before anything has changed;
-    `CheckpointCorrupt` if its bytes are bad, and then some tensors may have changed; what the store
-    raised otherwise, `LoadFailed` on the other ranks.
+    Raises `StateMismatch` if the checkpoint does not fit, before anything has changed on the ranks
+    that see it; `CheckpointCorrupt` if its bytes are bad, and then some tensors may have changed;
+    what the store raised otherwise, and `LoadFailed` on the other ranks.
     """
     rank = dist.get_rank(process_group) if process_group is not None else 0
     problem: Exception | None = None

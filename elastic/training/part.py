@@ -57,7 +57,10 @@ class Mismatch:
 
 
 class StateMismatch(Exception):
-    """The checkpoint is sound but does not fit what is tracked; nothing was changed."""
+    """The checkpoint does not fit what is tracked, which says nothing about its bytes.
+
+    Nothing was changed on the ranks that saw it.
+    """
 
     def __init__(self, mismatches: Iterable[Mismatch]) -> None:
         self.mismatches = tuple(mismatches)

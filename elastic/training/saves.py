@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic.storage.checkpoints import TensorInfo
 from elastic.storage.filesystem import Filesystem
 from elastic.training import rng
-from elastic.training.checkpoint import AsyncSaver
+from elastic.training.checkpoint import AsyncSaver, describe
 from elastic.training.coordinator import CommitResult, Coordinator, SaveFailed, Shard
 from elastic.training.membership import Membership, TrainingConfig
 from elastic.training.process_group import Groups
@@ -156,10 +155,7 @@ class Saves:
             rank=member.world_rank,
         )
         stall_s = time.monotonic() - begun_s
-        tensors = {
-            name: TensorInfo(shape=list(tensor.shape), dtype=str(tensor.dtype))
-            for name, tensor in captured.tensors.items()
-        }
+        tensors = describe(captured.tensors)
 
         def shard(files: Any = (), failure: str = "") -> Shard:
             return Shard(

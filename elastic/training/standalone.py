@@ -6,6 +6,7 @@ through the c10d store. There is nobody to watch deaths and re-form the group: t
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from elastic.policy.retention import Retention
 from elastic.storage.checkpoints import FileDigest, TensorInfo
 from elastic.storage.claim import RunSpec
-from elastic.training import process_group
+from elastic.storage.filesystem import Filesystem
+from elastic.training import process_group, storage_probe
 from elastic.training.book import Book, Launcher
 from elastic.training.coordinator import CommitResult, Orders, Reform, Shard
 from elastic.training.membership import Membership, TrainingConfig
@@ -51,6 +53,7 @@ def train_standalone(
     state of that step saved, when `launcher` asks any rank to stop.
 
     Raises:
+        StorageNotShared: not every rank sees the run directory.
         NotStarted: on the other ranks, when rank 0 raised what follows.
         LeaseHeld, IdentityMismatch, NoSoundCheckpoint and so on: what `claim` and `Book` raise.
         Exception: whatever `train` raises.
@@ -77,6 +80,8 @@ def train_standalone(
         groups = process_group.connect(
             member, use_cuda=config.use_cuda, timeout_s=config.collective_timeout_s, server=store
         )
+        kept: dict[str, Any] = {}
+        storage_probe.probe(Filesystem.at(config.run_url), member, groups.control, kept)
         torch.manual_seed(config.seed)
         run = make_run(
             member=member,
@@ -84,7 +89,7 @@ def train_standalone(
             coordinator=StoreCoordinator(store, member, book, launcher),
             groups=groups,
             device=device,
-            kept={},
+            kept=kept,
         )
         if book is not None:
             book.begin(world_size)
@@ -164,8 +169,9 @@ class StoreCoordinator:
             self._book.hear(kind, data)
 
     def orders(self) -> Orders:
-        """Only the launcher gives any."""
-        return Orders(leave=self._launcher.is_stop_asked())
+        """From the launcher to any rank, from people to rank 0; the ranks agree on them."""
+        asked = Orders() if self._book is None else self._book.orders()
+        return dataclasses.replace(asked, leave=asked.leave or self._launcher.is_stop_asked())
 
     def commit(self, shard: Shard, timeout_s: float) -> CommitResult:
         """Rank 0 gathers the shards and publishes; the others wait for what it says."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic import versions
 from elastic.policy.retention import Retention
 from elastic.policy.saves import SaveInterval
 from elastic.storage.claim import RunSpec, run_url
@@ -214,7 +215,9 @@ def run_standalone(
         RuntimeError: torchrun has not started this process.
         ValueError: something cannot work; says what.
         LeaseHeld, IdentityMismatch, UnsupportedFormat: on rank 0, `NotStarted` on the others.
+        UnsupportedVersion: torch is installed in a version that this was not made for.
     """
+    versions.check("torch")
     place = place or Place.read()
     if place is None:
         raise RuntimeError(

@@ -57,7 +57,7 @@ def _recovery(options: argparse.Namespace) -> dict[str, Any]:
 def _overhead(options: argparse.Namespace) -> dict[str, Any]:
     from jobs.bench.overhead import Bench, table
 
-    bench = Bench(num_blocks=4 if options.quick else options.blocks)
+    bench = Bench(num_blocks=10 if options.quick else options.blocks)
     result = bench.run(_say)
     print(table(result))
     return result
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "overhead", help="step time of the service against the same loop without it"
     )
     overhead.add_argument(
-        "--blocks", type=_positive, default=40, metavar="N", help="blocks of the service's steps"
+        "--blocks", type=_positive, default=100, metavar="N", help="blocks of the service's steps"
     )
     overhead.set_defaults(run=_overhead, check=_nothing_to_check)
 

@@ -150,8 +150,10 @@ def _marked_pids(mark: str) -> tuple[list[int], list[int]]:
             variables = (entry / "environ").read_bytes()
             if line in variables.split(b"\0"):
                 carriers.append(int(entry.name))
-            elif not variables and (entry / "exe").readlink():
-                # In the middle of its exec, after a fork that escaped the last look.
+            elif not variables:
+                # Neither a kernel thread nor a zombie, which have no executable: in the middle of
+                # its exec, after a fork that escaped the last look.
+                (entry / "exe").readlink()
                 unknown.append(int(entry.name))
     return carriers, unknown
 

@@ -17,6 +17,7 @@ from typing import Any
 import ray.train
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -43,13 +44,24 @@ class Plan:
 
 
 class BareLoop:
-    """What a user writes without the service: FSDP2, a stock loader, a stock sampler."""
+    """What a user writes without the service: FSDP2, a stock loader, a stock sampler.
+
+    Gradients are summed rather than averaged, as the service does it, for the way they are reduced
+    is the user's choice and no cost of the service.
+    """
 
     def __init__(self, run: elastic.Run) -> None:
         self._model = workload.build_model(run.mesh)
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
         self._optimizer = workload.build_optimizer(self._model)
+        self._world_size = run.world_size
         samples = workload.Samples()
-        sampler = DistributedSampler(samples, run.world_size, run.world_rank, seed=run.seed)
+        sampler: DistributedSampler[dict[str, torch.Tensor]] = DistributedSampler(
+            samples, run.world_size, run.world_rank, seed=run.seed
+        )
         share = GLOBAL_BATCH // run.world_size
         self._loader = DataLoader(samples, batch_size=share, sampler=sampler, drop_last=True)
         self._batches = iter(self._loader)
@@ -57,7 +69,8 @@ class BareLoop:
     def do_steps(self, num_steps: int) -> None:
         for _ in range(num_steps):
             batch = self._next_batch()
-            (workload.loss_sum(self._model, batch) / batch["labels"].numel()).backward()
+            num_tokens = batch["labels"].numel() * self._world_size
+            (workload.loss_sum(self._model, batch) / num_tokens).backward()
             clip_grad_norm_(self._model.parameters(), 1.0)
             self._optimizer.step()
             self._optimizer.zero_grad()

@@ -147,10 +147,11 @@ def _measure(
         RECOVER_DEADLINE_S,
         "do a new step after the fault",
     )
-    if engine.read_phases is None:
+    read_phases = engine.read_phases
+    if read_phases is None:
         return recovery
     phases_s = wait_for(
-        lambda: engine.read_phases(Path(plan.directory), killed_s),
+        lambda: read_phases(Path(plan.directory), killed_s),
         process,
         LEDGER_DEADLINE_S,
         "record the phases of its recovery",

@@ -27,7 +27,8 @@ class Block(nn.Module):
         self.narrow = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
+        change: torch.Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
+        return x + change
 
 
 class Model(nn.Module):
@@ -43,13 +44,12 @@ class Model(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 def build_model(mesh: DeviceMesh, *, width: int = 256, num_blocks: int = 4) -> Model:
-    """The model with the same weights on every rank and in every run, sharded block by block over
-    `mesh`.
-    """
+    """The model with the same weights in every run, sharded block by block over `mesh`."""
     torch.manual_seed(0)
     model = Model(width, num_blocks)
     for block in model.blocks:
@@ -63,13 +63,13 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits = model(batch["input_ids"])
+    logits: torch.Tensor = model(batch["input_ids"])
     return nn.functional.cross_entropy(
         logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
     )
 
 
-class Samples(torch.utils.data.Dataset):
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """`num_samples` samples, each a function of its index alone."""
 
     def __init__(self, num_samples: int = 4096) -> None:
@@ -87,9 +87,10 @@ def batch_of(samples: Samples, step: int, rank: int, world_size: int) -> dict[st
     """This rank's share of the global batch of `step`, for loops that have no loader of ours."""
     share = GLOBAL_BATCH // world_size
     first = step * GLOBAL_BATCH + rank * share
-    return torch.utils.data.default_collate(
+    batch: dict[str, torch.Tensor] = torch.utils.data.default_collate(
         [samples[(first + i) % len(samples)] for i in range(share)]
     )
+    return batch
 
 
 def train_step(

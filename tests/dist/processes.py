@@ -62,7 +62,7 @@ def run_ranks(
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_child,
-                args=(theirs, fn, number, world_size, folder, timeout_s, pickle.dumps(args)),
+                args=(theirs, number, world_size, folder, timeout_s, pickle.dumps((fn, args))),
                 daemon=True,
             )
             process.start()
@@ -120,19 +120,14 @@ def _end(ranks: list[_Rank]) -> None:
 
 
 def _child(
-    pipe: Connection,
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    folder: str,
-    timeout_s: float,
-    args: bytes,
+    pipe: Connection, rank: int, world_size: int, folder: str, timeout_s: float, call: bytes
 ) -> None:
     stacks = open(Path(folder, f"stacks-{rank}"), "w")  # noqa: SIM115 - open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stacks)
     try:
+        fn, args = pickle.loads(call)  # imports the test's module, which may fail
         with _group(rank, world_size, folder, timeout_s):
-            outcome = ("returned", fn(rank, world_size, *pickle.loads(args)))
+            outcome = ("returned", fn(rank, world_size, *args))
     except BaseException:  # noqa: BLE001 - the parent shows it
         outcome = ("raised", traceback.format_exc())
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
@@ -61,6 +62,7 @@ class Recipe:
     die_rank: int | None = None
     slow_write_s: float = 0.0
     hide_from_rank_1_s: float = 0.0
+    spec: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -104,7 +106,7 @@ def _rank(rank: int, world_size: int, recipe: Recipe) -> dict[str, Any]:
     ended = train_standalone(
         train,
         config_of(recipe),
-        RunSpec(name="small", seed=0),
+        RunSpec(name="small", seed=0, **recipe.spec),
         Retention(keep=recipe.keep),
         world_rank=rank,
         world_size=world_size,
@@ -125,14 +127,20 @@ def _own_store(rank: int) -> dist.Store:
     return server or dist.TCPStore("127.0.0.1", port[0], is_master=False, wait_for_workers=False)
 
 
-def _train(run: Run, seen: dict[str, Any]) -> None:
-    recipe: Recipe = run.config["recipe"]
-    dtype = getattr(torch, recipe.dtype)
+def sharded_model(dtype: torch.dtype, mesh: DeviceMesh) -> nn.Sequential:
+    """The model, of which tests/fixtures hold checkpoints: it stays as it is."""
     model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5, bias=False)).to(dtype)
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=run.mesh)
-    fully_shard(model, mesh=run.mesh)
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _train(run: Run, seen: dict[str, Any]) -> None:
+    recipe: Recipe = run.config["recipe"]
+    dtype = getattr(torch, recipe.dtype)
+    model = sharded_model(dtype, run.mesh)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if recipe.optimizer == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9)

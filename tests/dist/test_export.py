@@ -19,20 +19,23 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
+from elastic.cli import main
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.run_file import load_run_file
 from elastic.training import export as export_module
 from elastic.training import tensor_file
 from elastic.training.checkpoint import CheckpointCorrupt
-from elastic.training.export import Exported, NoSuchStep, Request, answer, export
+from elastic.training.export import Exported, NothingYet, Request, answer, export
 from elastic.training.held_checkpoint import CheckpointGone, HeldCheckpoint
 from elastic.training.state import TrackedState
 from elastic.training.tensor_file import Stored, write_safetensors, write_torch
+from elastic.verbs.export import EXPORTER_ENVIRONMENT
 from tests.damage import damage
 from tests.dist import small_run, standalone_run
 from tests.dist.processes import run_ranks
@@ -356,8 +359,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ("suffix", "dtype", "largest"),
     [
         ("pt", None, _LARGEST),
-        ("safetensors", None, _LARGEST),
-        ("pt", "bfloat16", _LARGEST),
+        ("safetensors", "bfloat16", _LARGEST),
         ("pt", "float64", 2 * _LARGEST),
     ],
 )
@@ -368,7 +370,7 @@ def test_memory_is_bounded_by_the_largest_tensor(
     fields = vars(asked(large[0], out, dtype=dtype))
     measured = subprocess.run(
         [sys.executable, "-c", _MEASURE, json.dumps(fields), str(large[1])],
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        env={**os.environ, **EXPORTER_ENVIRONMENT, "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
         check=True,
@@ -403,7 +405,7 @@ def test_exports_while_a_run_trains_and_saves_disturb_nothing(tmp_path: Path) ->
         request = replace(asked(Path(disturbed.root), out), run_id=run_file.run_id)
         try:
             steps.add(export(request).step)
-        except NoSuchStep:
+        except NothingYet:
             outcomes.append("none yet")
             continue
         assert sorted(loaded(out)) == ["0.bias", "0.weight", "2.weight"]
@@ -555,9 +557,20 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_export_leaves_nothing(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HeldCheckpoint, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export(asked(trained[0], tmp_path / "m.pt"))
+    assert os.listdir(tmp_path) == []
+
+
 def test_an_export_that_is_told_to_end_leaves_nothing(
-    large: tuple[Path, Path], tmp_path: Path, how: signal.Signals
+    large: tuple[Path, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "m.pt"
     process = subprocess.Popen(
@@ -573,7 +586,7 @@ def test_an_export_that_is_told_to_end_leaves_nothing(
     while not os.listdir(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.002)
     assert os.listdir(tmp_path), "it never began to write"
-    process.send_signal(how)
+    process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=60)
     assert (os.listdir(tmp_path), told) == ([], "")
 
@@ -586,7 +599,7 @@ def test_another_runs_checkpoint_is_not_exported(tmp_path: Path) -> None:  # B90
     shutil.copytree(root / "checkpoints" / "step-1", root / "checkpoints" / "step-9")
     assert export(asked(root, tmp_path / "m.pt")).step == STEP
     (tmp_path / "m.pt").unlink()
-    with pytest.raises(NoSuchStep, match="no complete checkpoint yet"):
+    with pytest.raises(NothingYet, match="no complete checkpoint yet"):
         export(replace(asked(root, tmp_path / "m.pt"), run_id="another"))
     assert not (tmp_path / "m.pt").exists()
 
@@ -605,11 +618,6 @@ def test_the_verb_exports_and_tells(run: Path, tmp_path: Path) -> None:
     assert said["out"] == str(tmp_path / "m.pt")
     assert (said["format"], said["step"], said["dtypes"]) == ("torch", 4, {"float64": 3})
     assert set(said) == set(Exported.__dataclass_fields__)
-    in_words = elastic("export", run, "--out", tmp_path / "m.safetensors", "--dtype", "float32")
-    assert in_words.returncode == 0
-    assert in_words.stdout.startswith(f"wrote {tmp_path}/m.safetensors: safetensors, ")
-    assert "3 tensors (3 float32) of step 8" in in_words.stdout
-    assert len(load_file(tmp_path / "m.safetensors")) == 3
     assert fingerprint(run) == before
 
 
@@ -619,36 +627,68 @@ def _env() -> dict[str, str]:
     return {**os.environ, "PYTHONSAFEPATH": "1"}
 
 
+def test_the_verb_in_words(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts: dict[str, Any] = {
+        "kind": "exported",
+        "out": "/x/m.safetensors",
+        "format": "safetensors",
+        "step": 8,
+        "bytes": 1500,
+        "num_tensors": 3,
+        "dtypes": {"float32": 2, "int64": 1},
+        "with_optimizer": False,
+        "duration_s": 1.2,
+        "warnings": ["left out x"],
+    }
+    asked_for: list[Any] = []
+    monkeypatch.setattr(
+        "elastic.verbs.export._ask", lambda request: asked_for.append(request) or dict(facts)
+    )
+    told = CliRunner().invoke(main, ["export", str(run), "--out", "/x/m.safetensors"])
+    assert told.exit_code == 0
+    assert told.stdout == (
+        "wrote /x/m.safetensors: safetensors, 1.5 kB, 3 tensors (2 float32, 1 int64) of step 8, "
+        "in 1 s\n"
+    )
+    assert told.stderr == "Warning: left out x\n"
+    assert (asked_for[0]["format"], asked_for[0]["tracked"]) == ("safetensors", "model")
+    unknown = CliRunner().invoke(main, ["export", str(run), "--out", "m.xyz"])
+    assert unknown.exit_code == 2
+    assert "cannot tell the format from 'm.xyz': give --format" in unknown.output
+
+
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("out", "changes", "code", "reason"),
     [
-        (["--out", "m.xyz"], 2, "cannot tell the format from 'm.xyz'"),
-        (["--out", "m.pt", "--step", "3"], 2, "no checkpoint of step 3; complete ones: [0, 4, 8]"),
-        (
-            ["--out", "m.pt", "--object", "ema"],
-            2,
-            "no module as 'ema'; it tracks the modules",
-        ),
-        (["--out", "nowhere/m.pt"], 2, "there is no directory"),
-        (["--out", ".", "--format", "torch"], 2, "is no file"),
+        ("m.pt", {"step": 3}, 2, "no checkpoint of step 3; complete ones: [1]"),
+        ("m.pt", {"tracked": "ema"}, 2, "no module as 'ema'; it tracks the modules model"),
+        ("nowhere/m.pt", {}, 2, "there is no directory"),
+        (".", {}, 2, "is no file: give a file name"),
+        ("m.pt", {"run_id": "new"}, 1, "this run has no complete checkpoint yet"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(
-    run: Path, tmp_path: Path, arguments: list[str], code: int, said: str
+    trained: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    out: str,
+    changes: dict[str, Any],
+    code: int,
+    reason: str,
 ) -> None:
-    told = elastic("export", run, *arguments, cwd=tmp_path)
-    assert (told.returncode, told.stdout) == (code, "")
-    assert said in told.stderr
-    assert "Traceback" not in told.stderr
+    request = replace(asked(trained[0], tmp_path / out), **changes)
+    said = answer(request, lambda what, done, all: None)
+    assert (said["kind"], said["exit_code"]) == ("failed", code)
+    assert reason in said["reason"]
     assert os.listdir(tmp_path) == []
 
 
-def test_odd_characters_in_paths_are_just_characters(run: Path, tmp_path: Path) -> None:  # B62
+def test_odd_characters_in_paths_are_just_characters(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:  # B62
     odd = tmp_path / "a [b] %20 #é"
-    shutil.copytree(run, odd / "run *")
-    told = elastic("export", "run *", "--out", "m [1]%20?.pt", cwd=odd)
-    assert told.returncode == 0, told.stderr
-    assert len(loaded(odd / "m [1]%20?.pt")) == 3
+    shutil.copytree(trained[0], odd / "run *")
+    export(asked(odd / "run *", odd / "m [1]%20?.pt"))
+    assert len(loaded(odd / "m [1]%20?.pt")) == 13
     assert sorted(os.listdir(odd)) == ["m [1]%20?.pt", "run *"]
     assert os.listdir(tmp_path) == [odd.name]
 

@@ -28,13 +28,16 @@ libc = ctypes.CDLL(None)
 """
 
 
-def start(storage: str | Path, body: str, **options) -> subprocess.Popen[str]:
+def start(storage: str | Path, body: str, env=None, **options) -> subprocess.Popen[str]:
+    # With this set, neither Python nor C would hold back anything.
+    env = {k: v for k, v in {**os.environ, **(env or {})}.items() if k != "PYTHONUNBUFFERED"}
     return subprocess.Popen(
         [sys.executable, "-c", BEGIN + textwrap.dedent(body), str(storage)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=env,
         **options,
     )
 
@@ -106,6 +109,7 @@ def test_switching_generations_and_back(tmp_path: Path) -> None:
             tmp_path,
             """
             print("before")
+            at_first = len(os.listdir("/proc/self/fd"))
             log.switch(0, 2)
             print("in g0")
             descriptors = len(os.listdir("/proc/self/fd"))
@@ -117,6 +121,7 @@ def test_switching_generations_and_back(tmp_path: Path) -> None:
             assert len(os.listdir("/proc/self/fd")) == descriptors
             print(log.last_lines())
             log.restore()
+            assert len(os.listdir("/proc/self/fd")) == at_first
             print("after")
             print("after on stderr", file=sys.stderr)
             log.restore()
@@ -151,6 +156,15 @@ def test_a_normal_exit_loses_nothing_either(tmp_path: Path) -> None:
     assert out == written(tmp_path, 0, 0) == "the last"
 
 
+def test_a_log_that_is_there_is_added_to(tmp_path: Path) -> None:
+    said = [
+        finish(start(tmp_path, f'log.switch(0, 0)\nprint("{word}")\nprint(log.last_lines())'))[0]
+        for word in ("one", "two")
+    ]
+    assert said == ["one\n['one']\n", "two\n['two']\n"]
+    assert written(tmp_path, 0, 0) == "".join(said)
+
+
 def test_nobody_at_the_original_end_is_no_matter(tmp_path: Path) -> None:
     process = start(
         tmp_path,
@@ -183,7 +197,7 @@ def test_a_crash_leaves_its_stacks_without_values(tmp_path: Path) -> None:
         log.switch(0, 0)
         crash("sk-very-secret")
         """,
-        env={**os.environ, "MY_TOKEN": "sk-from-the-environment"},
+        env={"MY_TOKEN": "sk-from-the-environment"},
     )
     finish(process, -signal.SIGSEGV)
     text = written(tmp_path, 0, 0)
@@ -232,7 +246,7 @@ def test_a_child_that_is_forked_during_a_flush_can_flush_and_exit(tmp_path: Path
             log.switch(0, 0)
             held = threading.Event()
             def hold():
-                with output_buffers._flushing:
+                with output_buffers._flushing, log._pump._changed:
                     held.set()
                     time.sleep(0.3)
             threading.Thread(target=hold).start()

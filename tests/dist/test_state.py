@@ -51,6 +51,7 @@ def journey(
     return content(tracked), manifest, train(model, optimizer, range(3, 6))
 
 
+@pytest.mark.timeout(300)  # several groups, one after the other
 def test_any_world_size_reads_what_any_other_wrote(tmp_path: Path) -> None:  # B40 B47
     first, manifest, losses = run_ranks(journey, 3, tmp_path, None, "a")[0]
     arrival = ("a", manifest)
@@ -184,6 +185,7 @@ def every_optimizer(
     return found
 
 
+@pytest.mark.timeout(300)  # several groups, one after the other
 def test_every_kind_of_optimizer_state_survives_a_resize(tmp_path: Path) -> None:  # B55
     first = run_ranks(every_optimizer, 2, tmp_path, {}, "a")[0]
     here, leave = first, "a"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import signal
@@ -25,7 +26,8 @@ from elastic.storage.lease import acquire
 from elastic.storage.ledger import LedgerEvent, read_ledger
 from elastic.storage.run_file import load_run_file
 from elastic.training import process_group
-from elastic.training.torchrun import GroupNotMet, Place, meet
+from elastic.training.torchrun import GroupNotMet, Place, meet, run_standalone
+from elastic.versions import UnsupportedVersion
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -193,6 +195,16 @@ def test_bad_input_ends_every_rank_before_anything(
     assert code != 0 and err.count(told) == 1, err
     assert "exitcode  : 2" in err and "exitcode  : 1" not in err
     assert not (tmp_path / "runs").exists()
+
+
+def test_another_torch_is_refused_before_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.12.1")
+    storage = tmp_path / "runs"
+    with pytest.raises(UnsupportedVersion, match=r"torch 2\.12\.1 is installed"):
+        run_standalone(lambda run: None, name="run", storage_path=str(storage), place=PLACE)
+    assert not storage.exists()
 
 
 # --- the place ----------------------------------------------------------------------------------

@@ -359,6 +359,7 @@ def test_a_driver_that_is_seen_to_be_dead_is_not_asked(run: ARun) -> None:
     result = ask("stop", run.root)
     assert result.exit_code == 2
     assert "job 9" in result.stderr and "is gone without a word" in result.stderr
+    assert not (run.root / "requests").exists()
 
 
 def test_a_driver_elsewhere_that_stands_still_is_given_up(

@@ -1,0 +1,175 @@
+"""A newcomer's day: nothing but the command `elastic`, `kill` and `ray job stop`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.local_cluster import ROOT, LocalCluster, started, wait_for
+
+VENV_BIN = Path(sys.executable).parent
+# So that `python` on the cluster is the one that has this project's dependencies.
+PATH = f"{VENV_BIN}{os.pathsep}{os.environ['PATH']}"
+RAY = shutil.which("ray", path=PATH) or "ray"
+JOB = [
+    *("--model", "nano", "--global-batch", "4", "--micro-batch", "2", "--sequence-length", "32"),
+    *("--num-workers", "1:2", "--steps", "1000000", "--save-every", "1000000"),
+]
+
+
+class Newcomer:
+    """Types commands into one terminal, and reads what they say."""
+
+    def __init__(self, cluster: LocalCluster, storage: Path) -> None:
+        self.storage = storage
+        self.run = str(storage / "demo")
+        self.environment = {**os.environ, "PATH": PATH, "RAY_ADDRESS": cluster.dashboard_url}
+        self.jobs: list[subprocess.Popen[str]] = []
+
+    def elastic(self, *words: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "elastic", *words],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def asks(self, *words: str) -> Any:
+        return json.loads(self.elastic(*words, "--json"))
+
+    def submits(self) -> subprocess.Popen[str]:
+        words = ["jobs/pretrain.py", "--name", "demo", "--storage", str(self.storage), *JOB]
+        self.jobs.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "elastic", "submit", *words],
+                cwd=ROOT,
+                env=self.environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+        return self.jobs[-1]
+
+    def wait_until(self, what: str, **expected: Any) -> dict[str, Any]:
+        """The status in which these fields have at least these values."""
+
+        def look() -> dict[str, Any] | None:
+            if not (self.storage / "demo" / "run.json").exists():
+                return None
+            status: dict[str, Any] = self.asks("status", self.run)
+            is_so = all(
+                status[key] == value if isinstance(value, str) else (status[key] or -1) >= value
+                for key, value in expected.items()
+            )
+            return status if is_so else None
+
+        found: dict[str, Any] = wait_for(what, look, timeout_s=60)
+        return found
+
+    def ends(self) -> None:
+        for job in self.jobs:
+            if job.poll() is None:
+                job.kill()
+            job.communicate()
+
+
+@pytest.mark.timeout(300)
+def test_a_newcomers_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", PATH)
+    with started(num_nodes=1, cpus_per_node=2) as cluster:
+        newcomer = Newcomer(cluster, tmp_path)
+        try:
+            begin_twice(newcomer)
+            saved = kill_and_save(newcomer)
+            stopped = stop(newcomer)
+            assert stopped >= saved
+            resume_and_stop_through_ray(newcomer, stopped)
+            go_back(newcomer, saved)
+        finally:
+            newcomer.ends()
+
+
+def begin_twice(newcomer: Newcomer) -> None:
+    """Of two submissions of one name one wins, and the other says who it was."""
+    pair = [newcomer.submits(), newcomer.submits()]
+    loser = wait_for(
+        "one of two submissions to give way",
+        lambda: next((job for job in pair if job.poll() is not None), None),
+    )
+    said = loser.communicate()[0]
+    assert loser.returncode == 1, said
+    assert re.search(r"is held by process \d+ on \S+ \(job \w+ on the Ray cluster at ", said), said
+    assert "Nothing was changed" in said and "FAILED" in said
+    newcomer.wait_until("the first steps", state="RUNNING", step=3)
+    assert [e["kind"] for e in newcomer.asks("events", newcomer.run)].count("run_started") == 1
+
+
+def kill_and_save(newcomer: Newcomer) -> int:
+    status = newcomer.asks("status", newcomer.run)
+    os.kill(status["ranks"][-1]["pid"], signal.SIGKILL)
+    newcomer.wait_until("a restart", restarts=1)
+    newcomer.wait_until("steps after it", state="RUNNING", step=3)
+    said = newcomer.elastic("save", newcomer.run, "--timeout", "60")
+    step = int(re.fullmatch(r"saved step (\d+)\n", said)[1])
+    complete = [c["step"] for c in newcomer.asks("checkpoints", "list", newcomer.run)]
+    assert step in complete
+    return step
+
+
+def stop(newcomer: Newcomer) -> int:
+    said = newcomer.elastic("stop", newcomer.run, "--timeout", "60")
+    step = int(re.match(r"stopped at step (\d+); ", said)[1])
+    status = newcomer.asks("status", newcomer.run)
+    assert status["state"] == "STOPPED" and status["checkpoint_step"] == step
+    assert status["reason"].startswith("stop asked by ")
+    winner = next(job for job in newcomer.jobs if job.returncode != 1)
+    told = winner.communicate(timeout=60)[0]
+    assert winner.returncode == 0, told
+    assert f"stopped at step {step}; the same command resumes" in told
+    assert f"elastic stop {newcomer.run}" in told and "SUCCEEDED" in told
+    (row,) = newcomer.asks("runs", "--storage", str(newcomer.storage))
+    assert (row["name"], row["state"]) == ("demo", "STOPPED") and 0 < row["goodput"] < 1
+    newcomer.elastic("stop", newcomer.run, code=2)  # nobody is at it any more
+    return step
+
+
+def resume_and_stop_through_ray(newcomer: Newcomer, stopped: int) -> None:
+    job = newcomer.submits()
+    newcomer.wait_until("steps of the second job", state="RUNNING", step=stopped + 2)
+    resumed = newcomer.asks("events", newcomer.run, "--kind", "resumed")
+    assert resumed[-1]["step"] == stopped
+    listed = subprocess.run(
+        [RAY, "job", "list"], env=newcomer.environment, capture_output=True, text=True, check=True
+    )
+    ids = re.findall(r"submission_id='(\w+)'[^)]*?status=<JobStatus.RUNNING", listed.stdout)
+    assert len(ids) == 1, listed.stdout
+    subprocess.run(
+        [RAY, "job", "stop", ids[0]], env=newcomer.environment, capture_output=True, check=True
+    )
+    status = newcomer.wait_until("the stop through Ray", state="STOPPED")
+    assert status["checkpoint_step"] > stopped, "what was trained was saved first"
+    assert "SIGTERM" in status["reason"]
+    assert "STOPPED" in job.communicate(timeout=60)[0]
+
+
+def go_back(newcomer: Newcomer, step: int) -> None:
+    done = newcomer.asks("rollback", newcomer.run, "--to", str(step))
+    assert done["set_aside"]
+    complete = [c["step"] for c in newcomer.asks("checkpoints", "list", newcomer.run)]
+    assert newcomer.asks("status", newcomer.run)["checkpoint_step"] == step
+    assert len(complete) >= len(done["set_aside"]) + 1, "nothing was deleted"
