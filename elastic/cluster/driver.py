@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,13 +16,14 @@ from typing import Any
 
 from ray.train import TrainingFailedError
 
-from elastic.cluster import capacity, whereabouts
+from elastic.cluster import capacity
+from elastic.cluster.claimed_run import ClaimedRun
 from elastic.cluster.commits import Commits, words_of
 from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.group import Group, NothingToResume
 from elastic.cluster.inbox import Inbox
 from elastic.cluster.last_words import LastWords
-from elastic.cluster.rank_words import RankWords
+from elastic.cluster.rank_words import NO_WORD, RankWords
 from elastic.cluster.ray_internals import Controller, GroupMember
 from elastic.cluster.recovery import Recovery
 from elastic.policy.events import (
@@ -47,12 +47,6 @@ from elastic.policy.events import (
 )
 from elastic.policy.situation import FINAL, Phase, Situation
 from elastic.policy.transitions import decide, record_death
-from elastic.storage.checkpoints import Catalog
-from elastic.storage.claim import claim
-from elastic.storage.filesystem import Filesystem
-from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
-from elastic.storage.metrics import MetricsWriter
-from elastic.storage.rollback import roll_back
 from elastic.training.coordinator import CommitResult, Orders, Shard
 
 logger = logging.getLogger("elastic")
@@ -73,7 +67,8 @@ class Driver:
     def __init__(self, config: DriverConfig, host: Controller) -> None:
         self._config = config
         self._host = host
-        self._situation = Situation(since_s=time.monotonic())
+        self._situation = Situation(since_s=time.monotonic(), reason="claiming the run")
+        self._is_open = False
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._recovery = Recovery()
         self._look_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-look")
@@ -85,66 +80,45 @@ class Driver:
 
     def _open(self) -> None:
         """Claim the run, and make all that writes to it. Nothing is written without the claim."""
-        config, filesystem = self._config, Filesystem.at(self._config.run_url)
-        self._claim = claim(filesystem, config.spec, whereabouts.in_words())
-        self._past = read_ledger(filesystem)
-        self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])
-        self._metrics = MetricsWriter(filesystem)
-        self._situation = Situation(
-            generation=max((event.generation for event in self._past), default=-1),
-            since_s=time.monotonic(),
-        )
-        catalog = Catalog(filesystem, self._claim.run_file.run_id)
-        if config.from_step is not None:
-            self._go_back(catalog, config.from_step)
+        run = self._run = ClaimedRun(self._config)
+        self._situation = Situation(generation=run.last_generation(), since_s=time.monotonic())
         self._commits = Commits(
-            catalog,
-            config.keep,
+            run.catalog,
+            self._config.keep,
             tell=self._told_of_save,
-            before_publishing=self._before_publishing,
+            before_publishing=run.before_publishing,
         )
         self._group = Group(
             self._host,
             post=self._post,
             spawn=self._spawn,
-            run_id=self._claim.run_file.run_id,
-            last_words=LastWords(filesystem),
+            run_id=run.run_id,
+            last_words=LastWords(run.filesystem),
         )
         self._words = RankWords(
             recovery=self._recovery,
-            metrics=self._metrics,
+            metrics=run.metrics,
             post=self._post,
             record=self._record,
             on_connected=self._group.joined,
             on_restored=self._commits.restored,
         )
         self._inbox = Inbox(
-            filesystem,
-            self._claim.lease.epoch,
+            run.filesystem,
+            run.epoch,
             in_order=self._commits.in_order,
             post=self._post,
             record=self._record,
             where=lambda: (self._situation.generation, self._situation.step),
         )
-
-    def _go_back(self, catalog: Catalog, step: int) -> None:
-        try:
-            roll_back(catalog, self._ledger, step, "asked for on submission", time_s=time.time())
-        except BaseException:
-            self._claim.lease.release()
-            raise
-
-    def _before_publishing(self) -> None:
-        """The last thing before a commit, on the storage thread. Raises `LeaseLost`."""
-        self._claim.lease.check()
-        self._metrics.flush()
+        self._is_open = True
 
     # --- called through the actor ----------------------------------------------------------------
 
     async def run(self) -> None:
         """Train until the run is over. Raises what `claim` raises, and then nothing was done."""
         await asyncio.to_thread(self._open)
-        self._record_start()
+        self._run.record_start()
         self._perform(LookForCapacity())
         self._spawn(self._tick())
         while self._situation.phase not in FINAL:
@@ -158,13 +132,14 @@ class Driver:
     def status(self) -> dict[str, Any]:
         """Where the run stands now."""
         now = self._situation
+        latest = self._words.latest if self._is_open else NO_WORD
         return {
-            **self._words.latest,
+            **latest,
             "state": str(now.phase),
             "reason": now.reason,
             "generation": now.generation,
             "world_size": now.world_size,
-            "step": max(now.step, self._words.resumed_step),
+            "step": max(now.step, self._words.resumed_step if self._is_open else -1),
             "checkpoint_step": now.committed_step,
             "restarts": self._recovery.count,
         }
@@ -273,18 +248,7 @@ class Driver:
         if record.kind == "failure_decided":
             world_size = record.data.get("world_size", self._situation.world_size)
             self._recovery.failed(record.reason, int(str(world_size)))
-        try:
-            self._ledger.append(
-                record.kind,
-                generation=record.generation,
-                step=record.step,
-                world_rank=record.world_rank,
-                reason=record.reason,
-                data=record.data,
-                time_s=time.time(),
-            )
-        except OSError as error:
-            logger.error("the ledger could not take %s: %s", record.kind, error)
+        self._run.record(record)
 
     async def _tick(self) -> None:
         while self._situation.phase not in FINAL:
@@ -295,7 +259,7 @@ class Driver:
             self._every(
                 "flush",
                 _FLUSH_S,
-                lambda: self._spawn(self._commits.in_order(self._metrics.flush)),
+                lambda: self._spawn(self._commits.in_order(self._run.metrics.flush)),
             )
             self._every("inbox", _LOOK_S, lambda: self._spawn(self._inbox.look()))
             if self._wants_more() and not self._is_looking:
@@ -352,7 +316,7 @@ class Driver:
         if step is not None:
             self._post(Committed(step=step))
             return step
-        committed = [event.step for event in self._past if event.kind == "checkpoint_committed"]
+        committed = [event.step for event in self._run.past if event.kind == "checkpoint_committed"]
         if committed and not self._config.from_scratch:
             raise NothingToResume(
                 f"{len(committed)} checkpoints were committed, the last at step {committed[-1]}, "
@@ -389,24 +353,11 @@ class Driver:
             else:
                 self._post(word)
 
-    def _record_start(self) -> None:
-        data = {
-            "run_id": self._claim.run_file.run_id,
-            "name": self._claim.run_file.name,
-            **whereabouts.in_fields(),
-            "lease_epoch": self._claim.lease.epoch,
-            "rules": vars(self._config.rules),
-        }
-        self._record(Record(kind="run_started", data=data))
-        for change in self._claim.changed:
-            self._record(Record(kind="config_changed", reason=str(change)))
-
     async def _close(self) -> None:
         assert self._ended is not None
         self._inbox.close()
         await self._group.on_thread(self._host.stop_group)
-        await self._commits.in_order(self._metrics.flush)
-        self._ledger.close()
-        await asyncio.to_thread(self._claim.lease.release)
+        await self._commits.in_order(self._run.metrics.flush)
+        await asyncio.to_thread(self._run.close)
         failed = self._ended.outcome == "failed"
         await self._host.end(TrainingFailed(self._ended.reason) if failed else None)

@@ -20,6 +20,9 @@ from elastic.storage.metrics import MetricsWriter
 
 Data = Mapping[str, Any]
 
+NO_WORD: Data = {"phase": "", "loss": None, "tokens_per_s": None}
+"""What is known of rank 0 before it has spoken."""
+
 
 class RankWords:
     """Listens to the ranks of the current generation, one method for each kind of word."""
@@ -46,7 +49,7 @@ class RankWords:
         self._posted_step = -1
         self.resumed_step = -1
         """Where the current generation began; -1 before all its ranks have said so."""
-        self.latest: dict[str, Any] = {"phase": "", "loss": None, "tokens_per_s": None}
+        self.latest: dict[str, Any] = dict(NO_WORD)
         """Rank 0's phase, loss and speed, for people."""
 
     def begin(self, generation: int, world_size: int) -> None:
@@ -123,6 +126,12 @@ class RankWords:
                 reason="the save before it was still being written",
             )
         )
+
+    def _on_weights_loaded(self, rank: int, data: Data) -> None:
+        if rank == 0:
+            told = f"from {data['from']}"
+            generation = self._generation
+            self._record(Record(kind="weights_loaded", generation=generation, step=0, reason=told))
 
     def _on_rng_left_out(self, rank: int, data: Data) -> None:
         streams = ", ".join(data["streams"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shlex
@@ -24,6 +25,8 @@ from elastic.cluster.shipment import EXPECTED, Shipment, check_size, plan
 
 _RUN_LINE = re.compile(r"^run .+? in (\S.*)$", re.MULTILINE)
 _LOST_S = 15.0
+# A cluster that has just begun answers before it can take jobs.
+_YOUNG_S = 60.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,6 +62,8 @@ def _submitted(job: str, address: str, shipment: Shipment) -> str:
 def _connect(address: str) -> Any:
     from ray.job_submission import JobSubmissionClient
 
+    # Ray tells of each step of an upload, and sets the level of its loggers itself.
+    logging.disable(logging.INFO)
     try:
         return JobSubmissionClient(address)
     except Exception as error:
@@ -72,15 +77,19 @@ def _connect(address: str) -> Any:
 def _submit(client: Any, command: str, folder: str, stop_wait_s: int) -> str:
     # Ray's supervisor of the job reads this when it is told to stop: the time to save first.
     env_vars = {"RAY_JOB_STOP_WAIT_TIME_S": str(stop_wait_s)}
-    try:
-        job: str = client.submit_job(
-            entrypoint=command, runtime_env={"working_dir": folder, "env_vars": env_vars}
-        )
-        return job
-    except Exception as error:
-        raise CannotSubmit(
-            f"the cluster refused the job: {type(error).__name__}: {error}"
-        ) from error
+    until_s = time.monotonic() + _YOUNG_S
+    while True:
+        try:
+            job: str = client.submit_job(
+                entrypoint=command, runtime_env={"working_dir": folder, "env_vars": env_vars}
+            )
+            return job
+        except Exception as error:
+            if "No available agent" in str(error) and time.monotonic() < until_s:
+                time.sleep(1.0)
+                continue
+            text = f"{type(error).__name__}: {error}"
+            raise CannotSubmit(f"the cluster refused the job: {text}") from error
 
 
 # --- waiting -------------------------------------------------------------------------------------

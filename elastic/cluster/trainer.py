@@ -39,6 +39,7 @@ from elastic.storage.lease import LeaseHeld
 from elastic.storage.metrics import current_metrics
 from elastic.storage.rollback import RollbackRefused
 from elastic.storage.run_file import load_run_file
+from elastic.training.foreign import check_trust
 from elastic.training.membership import TrainingConfig
 
 logger = logging.getLogger("elastic")
@@ -74,9 +75,14 @@ class ElasticConfig:
     but what is only operational (`steps`, `until` and alike); the seed always counts."""
     accept_changes: Sequence[str] = ()
     """Identity fields that may differ this once, from then on with their new value."""
+    load_from: str | None = None
+    """A run, a checkpoint or a DCP directory whose weights the model begins with at step 0."""
+    trust_foreign: bool = False
+    """Whoever can write to `load_from` is trusted; without this it is refused."""
     env_vars: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_trust(self.load_from, self.trust_foreign)
         if self.from_step is not None and self.from_step < 0:
             raise ValueError(f"from_step is the step of a checkpoint; found {self.from_step}")
         if self.from_step is not None and self.from_scratch:
@@ -158,6 +164,7 @@ class ElasticTrainer(TorchTrainer):
             save_behind=self.elastic_config.save_behind,
             collective_timeout_s=self.elastic_config.collective_timeout_s,
             use_cuda=bool(self.scaling_config.use_gpu),
+            load_from=self.elastic_config.load_from,
         )
         driver = launch(
             self,

@@ -21,7 +21,7 @@ from elastic import versions
 from elastic.cluster import ray_internals
 from elastic.policy.cause import is_victim
 from elastic.storage.filesystem import Filesystem
-from elastic.training import process_group, storage_probe
+from elastic.training import collector, process_group, storage_probe
 from elastic.training.checkpoint import AsyncSaver
 from elastic.training.coordinator import (
     CommitResult,
@@ -152,6 +152,7 @@ def serve(train: TrainFunction, config: TrainingConfig) -> None:
     """Call the user's function once for every generation this process belongs to."""
     kept: dict[str, Any] = {}
     log = RankLog(Filesystem.at(config.run_url))
+    collector.settle()
     generation = -1
     while True:
         member, driver = _mailbox.next_member(generation)

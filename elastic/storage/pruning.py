@@ -52,7 +52,7 @@ def perform(catalog: Catalog, fates: Sequence[Fate]) -> Iterator[int]:
         step = fate.checkpoint.step
         if not fate.remove or step in pinned_steps(catalog.fs):
             continue
-        if True:
+        if catalog.inspect(step) == fate.checkpoint:
             catalog.remove(step)
             yield step
 

@@ -153,6 +153,8 @@ class Book:
                 step=int(data["step"]),
                 reason="the save before it was still being written",
             )
+        elif kind == "weights_loaded":
+            self._record("weights_loaded", step=0, reason=f"from {data['from']}")
         elif kind == "rng_left_out":
             streams = ", ".join(data["streams"])
             self._record(

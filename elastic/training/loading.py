@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from elastic.training.saving import STATE, rank_file
 from elastic.training.shard_reader import CheckpointCorrupt, ShardReader
 from elastic.training.state import TrackedState
 
-__all__ = ["LoadFailed", "Restored", "load", "verify_share"]
+__all__ = ["LoadFailed", "Restored", "agree", "load", "read_tensors", "verify_share"]
 
 
 class LoadFailed(Exception):
@@ -71,11 +72,9 @@ def load(
     restored = None
     try:
         restored = _load(fs, path, manifest, tracked, rank)
-    except CheckpointException as error:
-        problem = _cause(error)
     except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it
         problem = error
-    _agree(problem, path, process_group)
+    agree(problem, path, process_group)
     assert restored is not None
     return restored
 
@@ -112,14 +111,19 @@ def _load(
     if rank < manifest.world_size:
         rank_plain = jsonable.loads(reader.read_checked(rank_file(rank)))
 
-    def read(targets: dict[str, torch.Tensor]) -> None:
-        with warnings.catch_warnings():
-            # no_dist is on purpose: no rank needs another to know which bytes it needs itself.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(targets, storage_reader=reader, no_dist=True)
-
-    tracked.restore(plain["tracked"], saved, read)
+    tracked.restore(plain["tracked"], saved, partial(read_tensors, reader))
     return Restored(plain=plain, rank_plain=rank_plain)
+
+
+def read_tensors(reader: ShardReader, targets: dict[str, torch.Tensor]) -> None:
+    """Fills these tensors, each with the saved one of its name, as much of it as lies here."""
+    with warnings.catch_warnings():
+        # no_dist is on purpose: no rank needs another to know which bytes it needs itself.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.load(targets, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:
+            raise _cause(error) from error
 
 
 def _cause(error: CheckpointException) -> Exception:
@@ -130,8 +134,11 @@ def _cause(error: CheckpointException) -> Exception:
     return RuntimeError(str(error))
 
 
-def _agree(problem: Exception | None, path: str, group: dist.ProcessGroup | None) -> None:
-    """Raises on every rank what concerns all: a mismatch, else damage, else what one rank met."""
+def agree(problem: Exception | None, path: str, group: dist.ProcessGroup | None) -> None:
+    """Nothing, if no rank had a problem with `path`; every rank calls it.
+
+    Else raises on every rank what concerns all: a mismatch, else damage, else what one rank met.
+    """
     told: list[Any] = [_to_tell(problem)]
     if group is not None:
         told = [None] * dist.get_world_size(group)

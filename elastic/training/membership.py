@@ -46,6 +46,8 @@ class TrainingConfig:
     collective_timeout_s: float = 1800.0
     commit_timeout_s: float = 600.0
     use_cuda: bool = False
+    load_from: str | None = None
+    """Where the model's weights come from when the run is at step 0; None leaves them as built."""
 
     def __post_init__(self) -> None:
         if self.save_behind not in ("skip", "wait"):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from elastic.storage.checkpoints import Catalog
 from elastic.training.checkpoint import CheckpointCorrupt, Restored, load, verify_share
 from elastic.training.coordinator import Coordinator, NoSoundCheckpoint
+from elastic.training.foreign import load_weights
 from elastic.training.membership import Membership
 from elastic.training.state import TrackedState
 
@@ -23,6 +24,27 @@ _LOOK_AGAIN_S = 0.2
 
 class CheckpointNotVisible(RuntimeError):
     """A rank could not see, within its time, a checkpoint that the driver found complete."""
+
+
+def begin(
+    state: TrackedState,
+    member: Membership,
+    *,
+    load_from: str | None,
+    catalog: Catalog,
+    coordinator: Coordinator,
+    control: dist.ProcessGroup,
+) -> Restored | None:
+    """What was restored into `state`; None at step 0, where only foreign weights may be loaded.
+
+    Raises what `restore` and `load_weights` raise.
+    """
+    if member.resume_step is not None:
+        return restore(state, member, catalog=catalog, coordinator=coordinator, control=control)
+    if load_from is not None:
+        source = load_weights(load_from, state, control)
+        coordinator.notify("weights_loaded", {"from": source})
+    return None
 
 
 def restore(

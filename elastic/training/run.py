@@ -25,7 +25,7 @@ from elastic.training.gradients import prepare_fsdp
 from elastic.training.membership import Membership, TrainingConfig
 from elastic.training.process_group import Groups
 from elastic.training.reporter import Reporter
-from elastic.training.restore import restore
+from elastic.training.restore import begin
 from elastic.training.saves import Saves
 from elastic.training.state import TrackedState
 from elastic.training.step import PendingMetrics, Step
@@ -129,9 +129,8 @@ class Run:
         self._state = TrackedState(**objects)
         self._rng = lambda: rng.derive(self.seed, 0, self.world_rank)
         built_s = time.monotonic()
-        if self._member.resume_step is not None:
-            self._reporter.phase = "load"
-            self._restore(self._state)
+        self._reporter.phase = "load"
+        self._restore(self._state)
         self._loaded_s = time.monotonic()
         self._rng()
         self._reporter.step = self.step
@@ -146,13 +145,16 @@ class Run:
         )
 
     def _restore(self, state: TrackedState) -> None:
-        restored = restore(
+        restored = begin(
             state,
             self._member,
+            load_from=self._settings.load_from,
             catalog=Catalog(Filesystem.at(self._settings.run_url), self._member.run_id),
             coordinator=self._coordinator,
             control=self._groups.control,
         )
+        if restored is None:
+            return
         counters = restored.plain["counters"]
         self.step, self.samples = counters["step"], counters["samples"]
         self.tokens, self.epoch = counters["tokens"], counters["epoch"]

@@ -35,6 +35,9 @@ __all__ = ["CheckpointCorrupt", "ShardReader"]
 
 _PICKLED = {
     "collections": {"OrderedDict"},
+    # Where DCP itself was asked to save, which its own writer notes down.
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},

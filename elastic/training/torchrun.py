@@ -25,6 +25,7 @@ from elastic.policy.retention import Retention
 from elastic.policy.saves import SaveInterval
 from elastic.storage.claim import RunSpec, run_url
 from elastic.training.book import Launcher
+from elastic.training.foreign import check_trust
 from elastic.training.membership import TrainingConfig
 from elastic.training.run import Run
 from elastic.training.standalone import train_standalone
@@ -201,6 +202,8 @@ def run_standalone(
     identity: dict[str, Any] | None = None,
     accept_changes: Sequence[str] = (),
     collective_timeout_s: float = 1800.0,
+    load_from: str | None = None,
+    trust_foreign: bool = False,
     on_status: Callable[[Mapping[str, Any]], None] | None = None,
     place: Place | None = None,
 ) -> Run:
@@ -224,6 +227,7 @@ def run_standalone(
             "not under torchrun: TORCHELASTIC_RUN_ID, RANK and WORLD_SIZE are not set. Start it "
             "with: torchrun --nproc-per-node 2 --max-restarts 5 FILE"
         )
+    check_trust(load_from, trust_foreign)
     asked = train_loop_config or {}
     interval = SaveInterval.parse(save_every)
     config = TrainingConfig(
@@ -234,6 +238,7 @@ def run_standalone(
         save_behind=save_behind,
         collective_timeout_s=collective_timeout_s,
         use_cuda=torch.cuda.device_count() >= place.local_world_size,
+        load_from=load_from,
     )
     spec = RunSpec.of(
         name=name,

@@ -26,6 +26,28 @@ JOB = [
 ]
 
 
+class Job:
+    """`elastic submit`, waiting in another terminal."""
+
+    def __init__(self, words: list[str], environment: dict[str, str], log: Path) -> None:
+        self.log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "elastic", "submit", *words],
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def said(self, code: int) -> str:
+        """All that it printed, once it has ended with this exit code."""
+        found = self.process.wait(timeout=60)
+        text = self.log.read_text(errors="replace")
+        assert found == code, f"exit code {found}:\n{text}"
+        return text
+
+
 class Newcomer:
     """Types commands into one terminal, and reads what they say."""
 
@@ -33,7 +55,7 @@ class Newcomer:
         self.storage = storage
         self.run = str(storage / "demo")
         self.environment = {**os.environ, "PATH": PATH, "RAY_ADDRESS": cluster.dashboard_url}
-        self.jobs: list[subprocess.Popen[str]] = []
+        self.jobs: list[Job] = []
 
     def elastic(self, *words: str, code: int = 0) -> str:
         done = subprocess.run(
@@ -51,18 +73,10 @@ class Newcomer:
     def asks(self, *words: str) -> Any:
         return json.loads(self.elastic(*words, "--json"))
 
-    def submits(self) -> subprocess.Popen[str]:
+    def submits(self) -> Job:
         words = ["jobs/pretrain.py", "--name", "demo", "--storage", str(self.storage), *JOB]
-        self.jobs.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "elastic", "submit", *words],
-                cwd=ROOT,
-                env=self.environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+        log = self.storage / f"job-{len(self.jobs)}.log"
+        self.jobs.append(Job(words, self.environment, log))
         return self.jobs[-1]
 
     def wait_until(self, what: str, **expected: Any) -> dict[str, Any]:
@@ -83,9 +97,8 @@ class Newcomer:
 
     def ends(self) -> None:
         for job in self.jobs:
-            if job.poll() is None:
-                job.kill()
-            job.communicate()
+            job.process.kill()
+            job.process.wait()
 
 
 @pytest.mark.timeout(300)
@@ -107,12 +120,11 @@ def test_a_newcomers_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def begin_twice(newcomer: Newcomer) -> None:
     """Of two submissions of one name one wins, and the other says who it was."""
     pair = [newcomer.submits(), newcomer.submits()]
-    loser = wait_for(
+    loser: Job = wait_for(
         "one of two submissions to give way",
-        lambda: next((job for job in pair if job.poll() is not None), None),
+        lambda: next((job for job in pair if job.process.poll() is not None), None),
     )
-    said = loser.communicate()[0]
-    assert loser.returncode == 1, said
+    said = loser.said(1)
     assert re.search(r"is held by process \d+ on \S+ \(job \w+ on the Ray cluster at ", said), said
     assert "Nothing was changed" in said and "FAILED" in said
     newcomer.wait_until("the first steps", state="RUNNING", step=3)
@@ -137,9 +149,8 @@ def stop(newcomer: Newcomer) -> int:
     status = newcomer.asks("status", newcomer.run)
     assert status["state"] == "STOPPED" and status["checkpoint_step"] == step
     assert status["reason"].startswith("stop asked by ")
-    winner = next(job for job in newcomer.jobs if job.returncode != 1)
-    told = winner.communicate(timeout=60)[0]
-    assert winner.returncode == 0, told
+    winner = next(job for job in newcomer.jobs if job.process.poll() != 1)
+    told = winner.said(0)
     assert f"stopped at step {step}; the same command resumes" in told
     assert f"elastic stop {newcomer.run}" in told and "SUCCEEDED" in told
     (row,) = newcomer.asks("runs", "--storage", str(newcomer.storage))
@@ -164,7 +175,7 @@ def resume_and_stop_through_ray(newcomer: Newcomer, stopped: int) -> None:
     status = newcomer.wait_until("the stop through Ray", state="STOPPED")
     assert status["checkpoint_step"] > stopped, "what was trained was saved first"
     assert "SIGTERM" in status["reason"]
-    assert "STOPPED" in job.communicate(timeout=60)[0]
+    assert "STOPPED" in job.said(1)
 
 
 def go_back(newcomer: Newcomer, step: int) -> None:

@@ -62,6 +62,7 @@ class Recipe:
     die_rank: int | None = None
     slow_write_s: float = 0.0
     hide_from_rank_1_s: float = 0.0
+    load_from: str | None = None
     spec: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -73,6 +74,7 @@ def config_of(recipe: Recipe) -> TrainingConfig:
         save=SaveInterval(steps=recipe.save_every),
         save_behind=recipe.behind,
         collective_timeout_s=30.0,
+        load_from=recipe.load_from,
     )
 
 

@@ -14,7 +14,7 @@ from tests.dist import standalone_run
 from tests.dist.processes import run_ranks
 from tests.dist.standalone_run import Recipe
 
-EVERY, UNTIL = 20, 55
+EVERY, UNTIL = 20, 75
 # Right after step 20 the save of that step is in flight, which a slow writer makes last.
 ASKED_AFTER = (5, 21)
 
@@ -35,11 +35,11 @@ def asked(rank: int, world_size: int, recipe: Recipe) -> Any:
 
 def test_a_save_that_is_asked_for_is_made_once(tmp_path: Path) -> None:
     recipe = Recipe(
-        root=f"{tmp_path}/run", until=UNTIL, save_every=EVERY, behind="skip", slow_write_s=0.05
+        root=f"{tmp_path}/run", until=UNTIL, save_every=EVERY, behind="skip", slow_write_s=0.2
     )
     run_ranks(asked, 2, recipe)
     events = read_ledger(Filesystem.at(recipe.root))
     committed = [e.step for e in events if e.kind == "checkpoint_committed"]
     early, late = [step for step in committed if step % EVERY and step != UNTIL]
-    assert ASKED_AFTER[0] < early < EVERY and ASKED_AFTER[1] < late
+    assert ASKED_AFTER[0] < early <= ASKED_AFTER[1] < late
     assert sum(e.kind == "checkpoint_skipped" for e in events) <= 1, "asked again at each step"

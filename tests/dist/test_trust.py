@@ -174,7 +174,7 @@ METADATA = "torch.distributed.checkpoint.metadata"
 ATTACKS = {
     "a call of the system": lambda canary: pickle.dumps(Canary(canary)),
     "eval": lambda canary: pickle.dumps(Calls(eval, f"__import__('os').mkdir({str(canary)!r})")),
-    "an import": lambda canary: pickle.dumps(Calls(__import__, "antigravity")),
+    "an import": lambda canary: pickle.dumps(Calls(__import__, "abc")),
     "torch.load": lambda canary: pickle.dumps(Calls(torch.load, str(canary))),
     "inside of metadata": lambda canary: pickle.dumps(
         Metadata(state_dict_metadata={}, planner_data=Canary(canary))

@@ -81,7 +81,10 @@ def _plot(found: Rehearsal) -> Iterator[str]:
     steps = sorted(reference)
     label = max(len(name) for name in found.curves) + 2
     low, high = _range([value for curve in found.curves.values() for value in curve.values()])
-    yield f"{found.metric} over steps {steps[0]}-{steps[-1]}, from {low:.4g} to {high:.4g}"
+    yield (
+        f"{found.metric} over steps {steps[0]}-{steps[-1]}, from {low:.4g} to {high:.4g}; apart: "
+        "a bar for each two digits lost of sixteen"
+    )
     for name, curve in found.curves.items():
         values = [curve.get(step) for step in steps]
         yield f"{name:<{label}}{sparkline(values, low, high)}"

@@ -1,0 +1,87 @@
+"""The claimed run: its directory in the driver's hands, from the claim to the release."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+
+from elastic.cluster import whereabouts
+from elastic.cluster.driver_config import DriverConfig
+from elastic.policy.events import Record
+from elastic.storage.checkpoints import Catalog
+from elastic.storage.claim import claim
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
+from elastic.storage.metrics import MetricsWriter
+from elastic.storage.rollback import roll_back
+
+logger = logging.getLogger("elastic")
+
+
+class ClaimedRun:
+    """All that writes to the run. Nothing is written without the claim, nor after the release.
+
+    Raises what `claim` and `roll_back` raise; then the run is nobody's again.
+    """
+
+    def __init__(self, config: DriverConfig) -> None:
+        self.filesystem = filesystem = Filesystem.at(config.run_url)
+        self._rules = config.rules
+        self._claim = claim(filesystem, config.spec, whereabouts.in_words())
+        self.run_id = self._claim.run_file.run_id
+        self.epoch = self._claim.lease.epoch
+        try:
+            self.past = read_ledger(filesystem)
+            """What earlier lives of the driver have recorded."""
+            self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])
+            self.metrics = MetricsWriter(filesystem)
+            self.catalog = Catalog(filesystem, self.run_id)
+            if config.from_step is not None:
+                why = "asked for on submission"
+                roll_back(self.catalog, self._ledger, config.from_step, why, time_s=time.time())
+        except BaseException:
+            self._claim.lease.release()
+            raise
+
+    def last_generation(self) -> int:
+        """Of earlier lives; -1 when there was none."""
+        return max((event.generation for event in self.past), default=-1)
+
+    def before_publishing(self) -> None:
+        """The last thing before a commit, on the storage thread. Raises `LeaseLost`."""
+        self._claim.lease.check()
+        self.metrics.flush()
+
+    def record(self, record: Record) -> None:
+        """Into the ledger; a disk that takes nothing more does not end the run."""
+        try:
+            self._ledger.append(
+                record.kind,
+                generation=record.generation,
+                step=record.step,
+                world_rank=record.world_rank,
+                reason=record.reason,
+                data=record.data,
+                time_s=time.time(),
+            )
+        except OSError as error:
+            logger.error("the ledger could not take %s: %s", record.kind, error)
+
+    def record_start(self) -> None:
+        """Who has taken the run up, and what is different from the last time."""
+        data = {
+            "run_id": self.run_id,
+            "name": self._claim.run_file.name,
+            **whereabouts.in_fields(),
+            "lease_epoch": self.epoch,
+            "rules": vars(self._rules),
+        }
+        self.record(Record(kind="run_started", data=data))
+        for change in self._claim.changed:
+            self.record(Record(kind="config_changed", reason=str(change)))
+
+    def close(self) -> None:
+        """The last event was recorded: give the run back."""
+        self._ledger.close()
+        self._claim.lease.release()
