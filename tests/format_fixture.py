@@ -1,4 +1,4 @@
-"""The committed run directories of each format version, unpacked, and what was recorded of them.
+"""Format fixtures: committed run directories of each format version, and all that they tell.
 
 They were made by `tests/dist/make_format_fixture.py` and never change. Needs neither torch nor Ray.
 """

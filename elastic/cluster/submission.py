@@ -88,8 +88,14 @@ def _submit(client: Any, command: str, folder: str, stop_wait_s: int) -> str:
             if "No available agent" in str(error) and time.monotonic() < until_s:
                 time.sleep(1.0)
                 continue
-            text = f"{type(error).__name__}: {error}"
-            raise CannotSubmit(f"the cluster refused the job: {text}") from error
+            raise CannotSubmit(f"the cluster refused the job: {_refusal(error)}") from error
+
+
+def _refusal(error: Exception) -> str:
+    text = f"{type(error).__name__}: {str(error).rstrip('.')}"
+    if "No available agent" not in text:
+        return text
+    return f"{text}. Its head's dashboard_agent.log says why, such as a port that is in use"
 
 
 # --- waiting -------------------------------------------------------------------------------------

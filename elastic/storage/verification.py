@@ -5,6 +5,7 @@ Reads every byte and changes nothing. Must not import ray or torch.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -78,13 +79,13 @@ def check_files(
         path, file = files[index]
         try:
             problem = digest_problem(fs, path, file, progress.add)
-        except Exception as error:  # noqa: BLE00min(16, 2 * (os.cpu_count() or 1)) - storage clients raise classes of their own
+        except Exception as error:  # noqa: BLE001 - storage clients raise classes of their own
             return UNREADABLE, f"{file.path}: {type(error).__name__}: {error}"
         return (BAD, problem) if problem else (GOOD, "")
 
     # The largest first, so that no thread is left alone with one at the end.
     order = sorted(range(len(files)), key=lambda index: -files[index][1].bytes)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(min(16, 2 * (os.cpu_count() or 1))) as pool:
         asked = {index: pool.submit(check, index) for index in order}
         try:
             return [asked[index].result() for index in range(len(files))]

@@ -29,7 +29,13 @@ from elastic.storage.completeness import home
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.format import UnsupportedFormat
 from elastic.training.export_content import Content, content_of, plain_enough
-from elastic.training.held_checkpoint import CheckpointGone, HeldCheckpoint, hold
+from elastic.training.held_checkpoint import (
+    CheckpointCorrupt,
+    CheckpointGone,
+    HeldCheckpoint,
+    Unreadable,
+    hold,
+)
 from elastic.training.part import torch_dtype
 from elastic.training.tensor_file import (
     Stored,
@@ -114,7 +120,9 @@ def _step(catalog: Catalog, step: int | None) -> int:
     if step is None:
         newest = catalog.highest()
         if newest is None:
-            raise NothingYet("this run has no complete checkpoint yet")
+            raise NothingYet(
+                "this run has no complete checkpoint: `elastic checkpoints list` tells why"
+            )
         return newest.step
     if not catalog.fs.exists(home(step)):
         raise NoSuchStep(f"no checkpoint of step {step}; complete ones: {catalog.complete_steps()}")
@@ -253,8 +261,11 @@ def answer(request: Request, tell: Tell) -> dict[str, Any]:
         return {"kind": "exported", **asdict(export(request, tell))}
     except (NoSuchStep, UnsupportedFormat, ValueError) as error:
         return {"kind": "failed", "exit_code": 2, "reason": str(error)}
-    except (NothingYet, NotComplete, CheckpointGone) as error:
+    except (NothingYet, NotComplete, CheckpointGone, Unreadable) as error:
         return {"kind": "failed", "exit_code": 1, "reason": str(error)}
+    except CheckpointCorrupt as error:
+        advice = "`elastic checkpoints verify` tells which ones are good, --step takes one of them"
+        return {"kind": "failed", "exit_code": 1, "reason": f"{error}. {advice}"}
     except Exception as error:  # noqa: BLE001 - storage clients raise classes of their own
         reason = f"{type(error).__name__}: {error}"
         return {"kind": "failed", "exit_code": 1, "reason": reason}

@@ -23,7 +23,7 @@ from elastic.training.saving import STATE
 from elastic.training.shard_reader import CheckpointCorrupt, ShardReader
 from elastic.training.tensor_file import Stored
 
-__all__ = ["CheckpointGone", "HeldCheckpoint", "Unreadable", "hold"]
+__all__ = ["CheckpointCorrupt", "CheckpointGone", "HeldCheckpoint", "Unreadable", "hold"]
 
 
 class CheckpointGone(Exception):

@@ -21,6 +21,8 @@ class LogTarget(Protocol):
     write_fd: int
     read_fd: int
     start: int
+    outlives_process: bool
+    """Whether what is written needs nothing more done to survive the end of this process."""
 
     def keep(self) -> None:
         """Bring what was written to where others can read it. Raises what storage raises."""
@@ -36,6 +38,8 @@ def open_log(fs: Filesystem, generation: int, world_rank: int) -> LogTarget:
 
 class _File:
     """On a mounted file system, written where it stays."""
+
+    outlives_process = True
 
     def __init__(self, fs: Filesystem, generation: int, world_rank: int) -> None:
         path = log_path(generation, world_rank)
@@ -57,6 +61,7 @@ class _Spool:
     """A nameless file of this machine, brought to an object store in segments."""
 
     start = 0
+    outlives_process = False
 
     def __init__(self, fs: Filesystem, generation: int, world_rank: int) -> None:
         self._fs = fs

@@ -70,7 +70,10 @@ class RankLog:
         self._originals = None
 
     def keep(self, wait_s: float = 2.0) -> None:
-        """Bring all that was written so far to storage now, or give up waiting after `wait_s`."""
+        """Make all that was written so far outlive this process, or give up after `wait_s`.
+
+        For use before a last word, after which the process may be ended at any time.
+        """
         if self._pump is not None:
             self._pump.keep(wait_s)
 
@@ -140,12 +143,18 @@ class _Pump:
                 is_closed, num_asked = self._is_closed, self._num_asked
             output_buffers.flush()
             self._copy()
-            if is_closed or num_asked > self._num_served or time.monotonic() - kept_s >= _KEEP_S:
+            is_asked = num_asked > self._num_served
+            if self._target.outlives_process:
+                self._serve(num_asked)
+            if is_closed or is_asked or time.monotonic() - kept_s >= _KEEP_S:
                 self._keep()
                 kept_s = time.monotonic()
-            with self._changed:
-                self._num_served = num_asked
-                self._changed.notify_all()
+            self._serve(num_asked)
+
+    def _serve(self, num_asked: int) -> None:
+        with self._changed:
+            self._num_served = num_asked
+            self._changed.notify_all()
 
     def _is_wanted(self) -> bool:
         return self._is_closed or self._num_asked > self._num_served

@@ -7,6 +7,7 @@ through the c10d store. There is nobody to watch deaths and re-form the group: t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -22,8 +23,9 @@ from elastic.storage.claim import RunSpec
 from elastic.storage.filesystem import Filesystem
 from elastic.training import process_group, storage_probe
 from elastic.training.book import Book, Launcher
-from elastic.training.coordinator import CommitResult, Orders, Reform, Shard
+from elastic.training.coordinator import CommitResult, Coordinator, Orders, Reform, Shard
 from elastic.training.membership import Membership, TrainingConfig
+from elastic.training.process_group import Groups
 from elastic.training.run import Run
 
 _START_S = 600.0
@@ -59,9 +61,8 @@ def train_standalone(
         Exception: whatever `train` raises.
     """
     launcher = launcher or Launcher()
-    book, (run_id, generation, resume_step) = _begin(
-        store, lambda: Book(config, spec, keep, launcher), world_rank
-    )
+    make_book = functools.partial(Book, config, spec, keep, launcher)
+    book, (run_id, generation, resume_step) = _begin(store, make_book, world_rank)
     member = Membership(
         run_id=run_id,
         generation=generation,
@@ -76,21 +77,8 @@ def train_standalone(
     )
     run: Run | None = None
     try:
-        device = _device(config, local_rank)
-        groups = process_group.connect(
-            member, use_cuda=config.use_cuda, timeout_s=config.collective_timeout_s, server=store
-        )
-        kept: dict[str, Any] = {}
-        storage_probe.probe(Filesystem.at(config.run_url), member, groups.control, kept)
-        torch.manual_seed(config.seed)
-        run = make_run(
-            member=member,
-            config=config,
-            coordinator=StoreCoordinator(store, member, book, launcher),
-            groups=groups,
-            device=device,
-            kept=kept,
-        )
+        coordinator = StoreCoordinator(store, member, book, launcher)
+        run, groups = _join(config, member, store, coordinator, make_run)
         if book is not None:
             book.begin(world_size)
         outcome = _serve(train, run)
@@ -100,8 +88,8 @@ def train_standalone(
         if run is not None:
             run.close()
         if book is not None:
-            step = -1 if run is None else run.step
-            book.end("failed", step, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            book.end("failed", -1 if run is None else run.step, reason)
         raise
     if book is not None:
         book.end(outcome, run.step, f"all ranks {outcome} at step {run.step}")
@@ -131,6 +119,32 @@ def _begin(
         raise NotStarted(f"rank 0 could not begin the run: {told['refused']}")
     run_id, generation, step = told["chosen"]
     return None, (run_id, generation, step)
+
+
+def _join(
+    config: TrainingConfig,
+    member: Membership,
+    store: dist.Store,
+    coordinator: Coordinator,
+    make_run: Callable[..., Run],
+) -> tuple[Run, Groups]:
+    """This rank's handle of the run, once all ranks are connected and see the same storage."""
+    device = _device(config, member.local_rank)
+    groups = process_group.connect(
+        member, use_cuda=config.use_cuda, timeout_s=config.collective_timeout_s, server=store
+    )
+    kept: dict[str, Any] = {}
+    storage_probe.probe(Filesystem.at(config.run_url), member, groups.control, kept)
+    torch.manual_seed(config.seed)
+    run = make_run(
+        member=member,
+        config=config,
+        coordinator=coordinator,
+        groups=groups,
+        device=device,
+        kept=kept,
+    )
+    return run, groups
 
 
 def _device(config: TrainingConfig, local_rank: int) -> torch.device:

@@ -73,6 +73,17 @@ class Place:
             has_agents_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
 
+    @classmethod
+    def here(cls) -> Place:
+        """This process's place. Raises `RuntimeError` where torchrun has not started it."""
+        place = cls.read()
+        if place is None:
+            raise RuntimeError(
+                "not under torchrun: TORCHELASTIC_RUN_ID, RANK and WORLD_SIZE are not set. Start "
+                "it with: torchrun --nproc-per-node 2 --max-restarts 5 FILE"
+            )
+        return place
+
     def store(self) -> dist.Store:
         """What all ranks of this launch share; where the agent serves it, all attempts do too."""
         return dist.PrefixStore(
@@ -211,22 +222,15 @@ def run_standalone(
 
     The arguments mean what they mean to `ElasticTrainer` and `ElasticConfig`, and the run is the
     same: it may go on under Ray, and come back, at any size. `on_status` is called on rank 0.
-    CUDA is used where each of a node's ranks has a device. `place` is read from the environment
-    if it is not given.
+    CUDA is used where each rank of a node has a device. `place` None is read from the environment.
 
     Raises:
-        RuntimeError: torchrun has not started this process.
+        RuntimeError: torchrun has not started this process; `UnsupportedVersion` for another torch.
         ValueError: something cannot work; says what.
         LeaseHeld, IdentityMismatch, UnsupportedFormat: on rank 0, `NotStarted` on the others.
-        UnsupportedVersion: torch is installed in a version that this was not made for.
     """
     versions.check("torch")
-    place = place or Place.read()
-    if place is None:
-        raise RuntimeError(
-            "not under torchrun: TORCHELASTIC_RUN_ID, RANK and WORLD_SIZE are not set. Start it "
-            "with: torchrun --nproc-per-node 2 --max-restarts 5 FILE"
-        )
+    place = place or Place.here()
     check_trust(load_from, trust_foreign)
     asked = train_loop_config or {}
     interval = SaveInterval.parse(save_every)
@@ -253,6 +257,18 @@ def run_standalone(
         },
         accepted=accept_changes,
     )
+    retention = Retention(keep=keep, keep_every=keep_every)
+    return _train_at(place, train, config, spec, retention, on_status)
+
+
+def _train_at(
+    place: Place,
+    train: Callable[[Run], None],
+    config: TrainingConfig,
+    spec: RunSpec,
+    keep: Retention,
+    on_status: Callable[[Mapping[str, Any]], None] | None,
+) -> Run:
     store = place.store()
     launcher = Torchrun(place, store, on_status)
     launcher.listen()
@@ -260,7 +276,7 @@ def run_standalone(
         train,
         config,
         spec,
-        Retention(keep=keep, keep_every=keep_every),
+        keep,
         world_rank=place.world_rank,
         world_size=place.world_size,
         local_rank=place.local_rank,

@@ -14,27 +14,32 @@ import shutil
 import signal
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Ray is told to hear a death within about half a second instead of its default of 14 s (see README,
-# limits).
+from jobs.bench.processes import Processes
+
+# Ray is told to hear a death within about half a second instead of its default of 14 s.
 FAST_HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 250,
     "health_check_timeout_ms": 500,
     "health_check_failure_threshold": 2,
 }
-_MARK = "ELASTIC_BENCH_CLUSTER"
 
 
 class LocalCluster:
     """A head without CPUs and `num_nodes` nodes; `local_cluster` starts and stops it."""
 
     def __init__(
-        self, *, directory: Path, num_nodes: int, cpus_per_node: int, fast_health_checks: bool
+        self,
+        *,
+        directory: Path,
+        processes: Processes,
+        num_nodes: int,
+        cpus_per_node: int,
+        fast_health_checks: bool,
     ) -> None:
         from ray.cluster_utils import Cluster
 
@@ -48,6 +53,7 @@ class LocalCluster:
         if fast_health_checks:
             head["_system_config"] = FAST_HEALTH_CHECKS
         self.directory = directory
+        self._processes = processes
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(num_nodes):
             self._cluster.add_node(num_cpus=cpus_per_node)
@@ -59,10 +65,16 @@ class LocalCluster:
 
     def remove_node(self, node_id: str) -> None:
         """SIGKILL to every daemon of the node; its workers notice by themselves."""
+        self._processes.note()
         self._cluster.remove_node(self._node(node_id), allow_graceful=False)
 
-    def raylet_pid(self, node_id: str) -> int:
-        return int(self._node(node_id).all_processes["raylet"][0].process.pid)
+    def kill_raylet(self, node_id: str) -> None:
+        """SIGKILL to the node's raylet alone."""
+        self._processes.note()
+        raylet = self._node(node_id).all_processes["raylet"][0].process
+        raylet.kill()
+        # As init would. While it is a zombie its workers take it to be alive.
+        raylet.wait()
 
     def reap(self) -> None:
         """Wait for the killed daemons, so that this process keeps no zombies."""
@@ -81,11 +93,8 @@ def measurement_directory() -> Iterator[Path]:
 
     For engines that need no cluster; `local_cluster` has one of its own.
     """
-    with _directory() as directory, _marked_environment() as mark, _sigterm_exits():
-        try:
-            yield directory
-        finally:
-            kill_marked(mark)
+    with _sigterm_exits(), _site() as (directory, _):
+        yield directory
 
 
 @contextlib.contextmanager
@@ -97,85 +106,43 @@ def local_cluster(
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     with (
-        _directory() as directory,
-        _marked_environment() as mark,
-        _ray_address_kept(),
         _sigterm_exits() as exits_on_sigterm,
+        _ray_address_kept(),
+        _site() as (directory, processes),
+        contextlib.ExitStack() as undo,
     ):
-        cluster = None
-        try:
-            cluster = LocalCluster(
-                directory=directory,
-                num_nodes=num_nodes,
-                cpus_per_node=cpus_per_node,
-                fast_health_checks=fast_health_checks,
-            )
-            exits_on_sigterm()
-            yield cluster
-        finally:
-            kill_marked(mark)
-            if cluster is not None:
-                cluster.reap()
-
-
-def kill_marked(mark: str, deadline_s: float = 10.0) -> None:
-    """SIGKILL to every process that carries `mark` in its environment, until none is left.
-
-    Ray's own shutdown ends the daemons; a worker whose raylet was killed belongs to nobody and
-    trains on for seconds. Where there is no /proc this does nothing.
-    """
-    begun_s = time.monotonic()
-    while True:
-        carriers, unknown = _marked_pids(mark)
-        for pid in carriers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        waited_s = time.monotonic() - begun_s
-        # Some process of the user's own may be without environment for good.
-        if not carriers and (not unknown or waited_s > 1.0):
-            return
-        if waited_s > deadline_s:
-            raise RuntimeError(
-                f"processes {carriers} outlived SIGKILL for {deadline_s:.0f} s: end them by hand"
-            )
-        time.sleep(0.05)
-
-
-def _marked_pids(mark: str) -> tuple[list[int], list[int]]:
-    """Processes that carry `mark`, and those of which it cannot be said yet."""
-    carriers, unknown = [], []
-    line = f"{_MARK}={mark}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            variables = (entry / "environ").read_bytes()
-            if line in variables.split(b"\0"):
-                carriers.append(int(entry.name))
-            elif not variables:
-                # Neither a kernel thread nor a zombie, which have no executable: in the middle of
-                # its exec, after a fork that escaped the last look.
-                (entry / "exe").readlink()
-                unknown.append(int(entry.name))
-    return carriers, unknown
+        cluster = LocalCluster(
+            directory=directory,
+            processes=processes,
+            num_nodes=num_nodes,
+            cpus_per_node=cpus_per_node,
+            fast_health_checks=fast_health_checks,
+        )
+        # In this order, and before the directory goes, of which reaping makes a part again.
+        undo.callback(cluster.reap)
+        undo.callback(processes.kill)
+        exits_on_sigterm()
+        yield cluster
 
 
 @contextlib.contextmanager
-def _directory() -> Iterator[Path]:
+def _site() -> Iterator[tuple[Path, Processes]]:
+    """A directory and what is started for it; on the way out neither is left."""
+    processes = Processes()
     # Ray puts sockets below it, and a socket's path may have 107 characters: a long TMPDIR would
     # not do.
-    directory = Path(
-        tempfile.mkdtemp(prefix="bench-", dir="/tmp" if os.path.isdir("/tmp") else None)
-    )
-    try:
-        yield directory
-    finally:
+    directory = tempfile.mkdtemp(prefix="bench-", dir="/tmp" if os.path.isdir("/tmp") else None)
+    with contextlib.ExitStack() as undo:
+        undo.callback(_remove, directory)
+        undo.callback(processes.kill)
+        undo.enter_context(environment({**processes.environment, "RAY_USAGE_STATS_ENABLED": "0"}))
+        yield Path(directory), processes
+
+
+def _remove(directory: str, deadline_s: float = 5.0) -> None:
+    until_s = time.monotonic() + deadline_s
+    while os.path.exists(directory) and time.monotonic() < until_s:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _marked_environment() -> Iterator[str]:
-    mark = uuid.uuid4().hex
-    with environment({_MARK: mark, "RAY_USAGE_STATS_ENABLED": "0"}):
-        yield mark
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def _remove_node(cluster: LocalCluster | None, victim: Victim) -> None:
 
 def _kill_raylet(cluster: LocalCluster | None, victim: Victim) -> None:
     assert cluster is not None
-    os.kill(cluster.raylet_pid(victim.node_id), signal.SIGKILL)
+    cluster.kill_raylet(victim.node_id)
 
 
 FAULTS = {

@@ -108,6 +108,7 @@ def tells_ranks(run: elastic.Run) -> None:
 
 def speaks_and_dies(run: elastic.Run) -> None:
     """Rank 1 of the first generation says something in three ways, and is gone at once."""
+    print(f"rank {run.world_rank} of generation {run.generation} begins")
     for step in steps(run, 10):
         if step.number == 3 and run.generation == 0 and run.world_rank == 1:
             print("printed, and\x1b[2J gone")

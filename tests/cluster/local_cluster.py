@@ -70,14 +70,20 @@ class LocalCluster:
 
 
 @contextlib.contextmanager
-def started(num_nodes: int, cpus_per_node: int = 1) -> Iterator[LocalCluster]:
-    """A cluster that is gone when the block ends."""
+def started(num_nodes: int, cpus_per_node: int = 1, head_cpus: int = 0) -> Iterator[LocalCluster]:
+    """A cluster that is gone when the block ends.
+
+    Nodes on one machine share the directory that a job's files are unpacked to, and a node that
+    unpacks them anew takes them away for a moment: several jobs at once need `num_nodes=0`.
+    """
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
-            "num_cpus": 0,
+            "num_cpus": head_cpus,
             "include_dashboard": True,
             "dashboard_port": 0,
+            # Its fixed default may be another cluster's on this machine, and then no job starts.
+            "dashboard_agent_listen_port": 0,
             "_system_config": FAST_HEALTH_CHECKS,
         },
     )

@@ -82,8 +82,7 @@ def rehearsal(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
 
 def train(run: elastic.Run) -> None:
     used, fault = run.config["use"].split(","), run.config["fault"]
-    resumes = "step-4" in os.listdir(f"{run._settings.run_url}/checkpoints")
-    width = 8 if fault == "grow" and resumes else 7
+    width = 8 if fault == "grow" and "step-4" in checkpoints(run) else 7
     model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 5)).double()
     average = AveragedModel(model)
     fully_shard(model, mesh=run.mesh)
@@ -132,6 +131,10 @@ def train(run: elastic.Run) -> None:
         counter["seen"] += BATCH
         for mean, now in zip(average.module.parameters(), model.parameters(), strict=True):
             mean.data.lerp_(now.full_tensor().detach(), 0.1)
+
+
+def checkpoints(run: elastic.Run) -> list[str]:
+    return os.listdir(f"{run._settings.run_url}/checkpoints")
 
 
 def own_share(run: elastic.Run, batch: list[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
-"""Makes a fixture of the format as it is now: `python -m tests.dist.make_format_fixture FOLDER`.
+"""Makes the fixture of a new format version, from a real run of two ranks that is resumed once.
 
-Once for each format version, from a real run of two ranks that is resumed once; what was made is
-never made again.
+`python -m tests.dist.make_format_fixture tests/fixtures/format-N`. What was made is never made
+again.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from torch.nn.utils import clip_grad_norm_
 from elastic.policy.retention import Retention
 from elastic.policy.saves import SaveInterval
 from elastic.storage.checkpoints import Catalog
+from elastic.storage.claim import RunSpec
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.metrics import current_metrics
-from elastic.storage.claim import RunSpec
 from elastic.storage.run_file import load_run_file
 from elastic.training import process_group
 from elastic.training.membership import TrainingConfig

@@ -373,8 +373,9 @@ def test_memory_is_bounded_by_the_largest_tensor(
         env={**os.environ, **EXPORTER_ENVIRONMENT, "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
+    assert measured.returncode == 0, measured.stderr
     base, above = json.loads(measured.stdout)
     print(f"{suffix} {dtype}: base {base / 1e6:.0f} MB, above it {above / 1e6:.1f} MB")
     assert above <= 2 * largest + 4_000_000
@@ -528,14 +529,10 @@ def elastic(*arguments: object, **options: Any) -> subprocess.CompletedProcess[s
     )
 
 
-def test_a_full_disk_leaves_the_old_file_and_nothing_else(
-    large: tuple[Path, Path], run: Path, tmp_path: Path
-) -> None:  # B94
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(run: Path, tmp_path: Path) -> None:  # B94
     out = tmp_path / "m.pt"
-    assert elastic("export", run, "--out", out).returncode == 0
-    before = out.read_bytes()
-    limit = 1000
-    assert len(before) > limit
+    out.write_text("the old one")
+    limit = 1000  # bytes of any file, less than the model has
 
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -544,7 +541,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     assert failed.returncode == 1
     assert failed.stderr.startswith("Error: not exported: OSError: [Errno 27] File too large")
     assert "Traceback" not in failed.stderr
-    assert (os.listdir(tmp_path), out.read_bytes()) == (["m.pt"], before)
+    assert (os.listdir(tmp_path), out.read_text()) == (["m.pt"], "the old one")
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
@@ -599,7 +596,7 @@ def test_another_runs_checkpoint_is_not_exported(tmp_path: Path) -> None:  # B90
     shutil.copytree(root / "checkpoints" / "step-1", root / "checkpoints" / "step-9")
     assert export(asked(root, tmp_path / "m.pt")).step == STEP
     (tmp_path / "m.pt").unlink()
-    with pytest.raises(NothingYet, match="no complete checkpoint yet"):
+    with pytest.raises(NothingYet, match="no complete checkpoint"):
         export(replace(asked(root, tmp_path / "m.pt"), run_id="another"))
     assert not (tmp_path / "m.pt").exists()
 
@@ -664,7 +661,7 @@ def test_the_verb_in_words(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("m.pt", {"tracked": "ema"}, 2, "no module as 'ema'; it tracks the modules model"),
         ("nowhere/m.pt", {}, 2, "there is no directory"),
         (".", {}, 2, "is no file: give a file name"),
-        ("m.pt", {"run_id": "new"}, 1, "this run has no complete checkpoint yet"),
+        ("m.pt", {"run_id": "new"}, 1, "this run has no complete checkpoint"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(
@@ -696,8 +693,7 @@ def test_odd_characters_in_paths_are_just_characters(
 # --- damaged runs --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["torch", "safetensors"])
-def test_damaged_runs_are_answered_for_and_left_alone(run: Path, tmp_path: Path, form: str) -> None:
+def test_damaged_runs_are_answered_for_and_left_alone(run: Path, tmp_path: Path) -> None:
     run_file = load_run_file(Filesystem.at(str(run)))
     assert run_file is not None
     codes = []
@@ -706,6 +702,7 @@ def test_damaged_runs_are_answered_for_and_left_alone(run: Path, tmp_path: Path,
         shutil.copytree(run, root)
         print(f"seed {seed}: {'; '.join(damage(root, seed))}")
         before = fingerprint(root)
+        form = ("torch", "safetensors")[seed % 2]
         request = Request(url=str(root), run_id=run_file.run_id, out=str(out), format=form)
         said = answer(request, lambda what, done, all: None)
         print(f"  {said}")

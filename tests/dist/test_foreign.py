@@ -26,7 +26,7 @@ from elastic.training.torchrun import run_standalone
 from tests.dist.processes import run_ranks
 from tests.dist.standalone_run import Recipe, catalog, run, sharded_model
 from tests.dist.test_torchrun import PLACE
-from tests.made_run import fingerprint
+from tests.made_run import add_checkpoint, fingerprint, make_run
 
 
 class Canary:
@@ -89,9 +89,9 @@ def begun_with(rank: int, world_size: int, sources: dict[str, str]) -> dict[str,
         try:
             load_weights(url, state, dist.group.WORLD)
             outcomes[name] = values(model)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the test looks at it
             outcomes[name] = f"{type(error).__name__}: {error}"
-            assert values(model) == before or "damaged" in str(error)
+            outcomes[f"{name}, changed"] = values(model) != before
     return outcomes
 
 
@@ -101,6 +101,7 @@ def values(model: nn.Module) -> dict[str, list[float]]:
     return {name: tensor.flatten().tolist() for name, tensor in whole.items()}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_is_no_such_model_changes_nothing_and_runs_nothing(tmp_path: Path) -> None:
     canary, weights = tmp_path / "canary", plain_model().state_dict()
     saves: dict[str, dict[str, Any]] = {
@@ -139,7 +140,9 @@ def test_what_is_no_such_model_changes_nothing_and_runs_nothing(tmp_path: Path) 
         assert outcomes["another type"].startswith("StateMismatch: ")
         assert "no part of a checkpoint's metadata" in outcomes["poisoned"]
         assert f"no checkpoint to load from at {tmp_path}/empty" in outcomes["empty"]
-        assert isinstance(outcomes["short"], str)
+        assert isinstance(outcomes["short"], str), outcomes
+        changed = {name for name, value in outcomes.items() if value is True}
+        assert changed <= {"short, changed"}
     assert not canary.exists()
 
 
@@ -164,7 +167,7 @@ def test_bad_bytes_of_another_run_are_told_and_left_as_they_lie(tmp_path: Path) 
 def test_a_foreign_checkpoint_needs_to_be_trusted(tmp_path: Path) -> None:  # B90
     check_trust(None, False)
     check_trust("/runs/other", True)
-    with pytest.raises(ValueError, match="this run did not write.*trust_foreign=True"):
+    with pytest.raises(ValueError, match=r"this run did not write.*trust_foreign=True"):
         check_trust("/runs/other", False)
     with pytest.raises(ValueError, match="absolute path or a URL"):
         check_trust("runs/other", True)
@@ -180,8 +183,6 @@ def test_a_foreign_checkpoint_needs_to_be_trusted(tmp_path: Path) -> None:  # B9
 
 
 def test_a_run_without_checkpoints_is_no_source(tmp_path: Path) -> None:
-    from tests.made_run import add_checkpoint, make_run
-
     made = make_run(tmp_path / "run")
     with pytest.raises(ValueError, match="has no complete checkpoint to load from"):
         Source.find(f"{tmp_path}/run")

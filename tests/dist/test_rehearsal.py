@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from elastic.training.rehearsal.__main__ import NothingToRehearse, rehearse
+from elastic.training.rehearsal.__main__ import NothingToRehearse, main, rehearse
 from elastic.training.rehearsal.comparison import is_same
 from elastic.training.rehearsal.plan import Plan
 from elastic.training.rehearsal.report import report
 from elastic.training.rehearsal.verdict import Rehearsal
+from elastic.verbs.rehearse import rehearse as verb
 
 ROOT = Path(__file__).resolve().parents[2]
 FORGETFUL = str(Path(__file__).with_name("forgetful.py"))
-ELASTIC = [sys.executable, "-m", "elastic"]
 
 
 def rehearsed(*arguments: str, function: str = "", **options: Any) -> Rehearsal:
@@ -26,21 +27,17 @@ def rehearsed(*arguments: str, function: str = "", **options: Any) -> Rehearsal:
     return rehearse(Plan(target=FORGETFUL + function, arguments=arguments, **plan))
 
 
-def elastic(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*ELASTIC, "rehearse", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-
-
 # --- what forgets nothing -------------------------------------------------------------------------
 
 
 def test_the_default_job_passes(tmp_path: Path) -> None:
-    found = elastic(
+    command = [
+        *(sys.executable, "-m", "elastic", "rehearse"),
         *("jobs/pretrain.py", "--steps", "8", "--json", f"{tmp_path}/found.json", "--"),
         *("--model", "nano", "--dtype", "float64", "--data", str(ROOT / "jobs")),
         *("--global-batch", "6", "--micro-batch", "2", "--sequence-length", "16"),
-    )
+    ]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     tree = json.loads((tmp_path / "found.json").read_text())
     before, same, other = tree["comparisons"]
@@ -134,7 +131,7 @@ def test_a_seed_from_nowhere_is_no_forgotten_state() -> None:
 def test_a_batch_of_each_rank_parts_at_another_size() -> None:
     found = rehearsed("--fault", "local-batch", "--use", "scheduler", other_workers=2)
     assert found.verdict == "parted" and found.comparisons[1].is_exact, report(found)
-    assert "the model saw 6 rows in all on 1 ranks, and 12 on 2" in report(found)
+    assert "the model saw 6 rows in all on 1 rank, and 8 on 2" in report(found)
 
 
 def test_a_function_that_cannot_resume() -> None:
@@ -153,19 +150,31 @@ def test_a_function_that_does_not_train() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "target, arguments, told",
     [
-        (("none.py",), "no file none.py"),
-        (("jobs.none",), "no module 'jobs.none'"),
-        ((f"{FORGETFUL}:none",), "has no function none; it has"),
-        ((FORGETFUL, "--", "--forget", "keys"), "invalid choice: 'keys'"),
-        (("jobs/pretrain.py", "--", "--model", "none"), "--model is one of"),
-        (("jobs/pretrain.py", "--steps", "3"), "at least 4 steps"),
-        (("jobs/pretrain.py", "--other-workers", "2"), "must be another one"),
-        (("jobs/pretrain.py", "--json", "/none/a.json"), "there is no such directory"),
+        ("none.py", (), "no file none.py"),
+        ("jobs.none", (), "no module 'jobs.none'"),
+        (f"{FORGETFUL}:none", (), "has no function none; it has"),
+        (FORGETFUL, ("--forget", "keys"), "invalid choice: 'keys'"),
+        ("jobs/pretrain.py", ("--model", "none"), "--model is one of"),
     ],
 )
-def test_wrong_usage(arguments: tuple[str, ...], told: str) -> None:
-    found = elastic(*arguments)
-    assert found.returncode == 2 and told in found.stderr, found.stderr
-    assert "Traceback" not in found.stderr
+def test_nothing_to_rehearse(
+    capsys: pytest.CaptureFixture[str], target: str, arguments: tuple[str, ...], told: str
+) -> None:
+    assert main([Plan(target=target, arguments=arguments).to_json()]) == 2
+    said = capsys.readouterr().err
+    assert told in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (("--steps", "3"), "at least 4 steps"),
+        (("--other-workers", "2"), "must be another one"),
+        (("--json", "/none/a.json"), "there is no such directory"),
+    ],
+)
+def test_wrong_usage(flags: tuple[str, ...], told: str) -> None:
+    found = CliRunner().invoke(verb, ["jobs/pretrain.py", *flags])
+    assert found.exit_code == 2 and told in found.output

@@ -3,110 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from elastic.dashboard.status import read_status
-from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
-from elastic.storage.ledger import LedgerEvent, read_ledger
 from elastic.storage.requests import SAVE, ask
 from elastic.storage.run_file import RunFile, load_run_file
 from elastic.training import process_group
 from elastic.training.torchrun import GroupNotMet, Place, meet
 from jobs import pretrain
-
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = (
-    *("--model", "nano", "--dtype", "float64", "--data", str(ROOT / "jobs")),
-    *("--global-batch", "6", "--micro-batch", "2", "--sequence-length", "16"),
+from tests.dist.torchrun_job import (
+    SMALL,
+    committed,
+    events,
+    finished,
+    ranks_of,
+    summary,
+    torchrun,
+    wait_for,
 )
-AT_ONCE_S = 90.0
-
-
-@contextmanager
-def torchrun(size: int, *flags: str, restarts: int = 3) -> Iterator[subprocess.Popen[str]]:
-    """`torchrun -m jobs.pretrain` as a user starts it, gone when the block is left."""
-    command = [
-        *(str(Path(sys.executable).with_name("torchrun")), "--nnodes", "1"),
-        *("--nproc-per-node", str(size), "--max-restarts", str(restarts)),
-        *("-m", "jobs.pretrain", *flags),
-    ]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            for rank in ranks_of(process.pid).values():
-                os.kill(rank, signal.SIGKILL)
-        process.communicate()
-
-
-def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=AT_ONCE_S)
-    return process.returncode, out, err
-
-
-def ranks_of(agent: int) -> dict[int, int]:
-    """Pids of the ranks that this torchrun has started and that live, by rank."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            status = (entry / "stat").read_text().rpartition(")")[2].split()
-            if status[1] == str(agent) and status[0] != "Z":
-                variables = (entry / "environ").read_bytes().split(b"\0")
-                found[int(dict(v.split(b"=", 1) for v in variables if b"=" in v)[b"RANK"])] = int(
-                    entry.name
-                )
-        except (OSError, KeyError, IndexError, ValueError):
-            continue
-    return found
-
-
-def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    until_s = time.monotonic() + AT_ONCE_S
-    while not what():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
-
-
-def committed(run: Path) -> int:
-    """The highest complete step, -1 if there is none."""
-    fs = Filesystem.at(str(run))
-    run_file = load_run_file(fs)
-    found = None if run_file is None else Catalog(fs, run_file.run_id).highest()
-    return -1 if found is None else found.step
-
-
-def events(run: Path, kind: str) -> list[LedgerEvent]:
-    return [event for event in read_ledger(Filesystem.at(str(run))) if event.kind == kind]
-
-
-def summary(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
 
 
 @pytest.mark.timeout(300)

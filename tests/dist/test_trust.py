@@ -1,4 +1,4 @@
-"""Nothing is unpickled that this run did not write, and nothing but tensors is ever made of it."""
+"""Nothing is unpickled that this run did not write, and nothing but tensors made of the rest."""
 
 from __future__ import annotations
 

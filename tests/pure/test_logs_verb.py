@@ -278,6 +278,14 @@ def test_a_progress_bar_is_seen_while_it_runs_and_once_when_it_is_done(root: Pat
     assert logs(root).output == "g0 rank0 | 100%\ng0 rank0 | done\n"
 
 
+def test_a_line_begun_in_an_older_generation_is_not_held_back_for_ever(root: Path) -> None:
+    write(root, 0, 0, b"begun")
+    tail = Tail(Filesystem.at(str(root)))
+    assert list(tail.read()) == []
+    write(root, 1, 0, b"newer\n")
+    assert [line.raw for line in tail.read()] == [b"begun", b"newer"]
+
+
 # --- lines ---------------------------------------------------------------------------------------
 
 

@@ -168,7 +168,7 @@ def test_a_way_without_anything_held_is_named_all_the_same() -> None:
 
 def test_state_that_only_one_run_has() -> None:
     before, after = held(OPTIMIZER, "o.state", "1"), held(OPTIMIZER, "o.lr", "0.1")
-    (found,) = unequal([trace(before, after)], [trace(after)])
+    (found,) = unequal([trace(before, after)], [trace(after)], first_step=5)
     assert "o.state at the start of step 5: 1 uninterrupted, (absent) here" in found.evidence
 
 

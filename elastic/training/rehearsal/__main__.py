@@ -28,6 +28,7 @@ from elastic.training.rehearsal.verdict import (
     Rehearsal,
     curve_of,
     draws_random_numbers,
+    ranks,
     why_not_reproducible,
     why_other_size,
 )
@@ -94,7 +95,7 @@ class _Stage:
         self, name: str, folder: Path, workers: int | None = None, *, is_killed: bool = False
     ) -> Observed:
         begun_s, size = time.monotonic(), workers or self._plan.workers
-        label = f"{name}, {size} rank" + ("" if size == 1 else "s")
+        label = f"{name}, {ranks(size)}"
         phase = Phase(
             name=name, plan=self._plan, folder=folder, world_size=size, is_killed=is_killed
         )
@@ -141,7 +142,7 @@ class _Stage:
         self._compare(found, AFTER, whole.values, seen, 0.0, plan.workers)
         parted_at = found.comparisons[-1].parted_at
         if parted_at is None:
-            found.suspects = unequal(whole.traces, seen.traces)
+            found.suspects = unequal(whole.traces, seen.traces, first_step=found.resumed_from + 1)
         else:
             found.suspects = suspects(
                 whole.traces,

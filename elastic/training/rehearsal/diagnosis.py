@@ -80,7 +80,7 @@ def suspects(
     `first_step` is the first after the resume, `parted_at` the first with another loss.
     """
     signals = read_signals(expected, found, range(first_step, parted_at + 1))
-    differing = unequal(expected, found)
+    differing = unequal(expected, found, first_step=first_step)
     plausible = _plausible(signals, is_late=parted_at > first_step)
     order = list(dict.fromkeys([TRACKED, *plausible, *ADVICE]))
     ranked = sorted(differing, key=lambda one: order.index(one.kind))
@@ -95,7 +95,7 @@ def suspects(
     return ranked
 
 
-def unequal(expected: Sequence[Trace], found: Sequence[Trace]) -> list[Suspect]:
+def unequal(expected: Sequence[Trace], found: Sequence[Trace], *, first_step: int) -> list[Suspect]:
     """What is held and not tracked, or tracked and overwritten, and was not equal in both runs."""
     by_owner: dict[tuple[str, str], list[str]] = {}
     owners: dict[tuple[str, str], Holding] = {}
@@ -111,10 +111,12 @@ def unequal(expected: Sequence[Trace], found: Sequence[Trace]) -> list[Suspect]:
             lines = by_owner.setdefault(key, [])
             if line not in lines:
                 lines.append(line)
-        before_digests, after_digests = one.tracked[step], other.tracked[step]
-        changed += [
-            name for name, text in after_digests.items() if before_digests.get(name) != text
-        ]
+        if step == first_step:
+            # Later it is an effect: the model itself has parted.
+            before_digests, after_digests = one.tracked[step], other.tracked[step]
+            changed += [
+                name for name, text in after_digests.items() if before_digests.get(name) != text
+            ]
     held = [_suspect(owners[key], lines) for key, lines in by_owner.items()]
     return held + _overwritten(changed)
 

@@ -18,6 +18,7 @@ from elastic.training.rehearsal.verdict import (
     OTHER,
     WITHIN,
     Rehearsal,
+    ranks,
 )
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -151,7 +152,7 @@ def _how_equal(found: Rehearsal) -> str:
     said = []
     for one in found.comparisons:
         if one.name == AFTER:
-            said.append(f"exact at {one.num_workers} ranks")
+            said.append(f"exact at {ranks(one.num_workers)}")
         elif one.name == OTHER and found.counts(one):
             said.append(
                 f"within {one.tolerance:g} ({found.dtype or 'unknown dtype'}) at "
@@ -170,7 +171,7 @@ def _parted(found: Rehearsal) -> str:
     assert one.expected is not None and one.found is not None
     apart = difference(one.expected, one.found)
     return (
-        f"{found.metric} {one.name} on {one.num_workers} ranks parts at step {one.parted_at}: "
+        f"{found.metric} {one.name} on {ranks(one.num_workers)} parts at step {one.parted_at}: "
         f"{one.expected!r} uninterrupted, {one.found!r} here, {apart:.2g} apart"
         + ("" if one.tolerance == 0 else f" where {one.tolerance:g} is allowed")
     )

@@ -143,9 +143,9 @@ def why_other_size(
     if rows[0] != rows[1] and all(rows):
         return [
             (
-                f"at step {step} the model saw {rows[0]} rows in all on {len(expected)} ranks, and "
-                f"{rows[1]} on {len(found)}: the batch is one of each rank. Use run.loader, whose "
-                "global batch is constant"
+                f"at step {step} the model saw {rows[0]} rows in all on {ranks(len(expected))}, "
+                f"and {rows[1]} on {len(found)}: the batch is one of each rank. Use run.loader, "
+                "whose global batch is constant"
             )
         ]
     if comparison.largest <= 100 * comparison.tolerance:
@@ -163,6 +163,11 @@ def why_other_size(
             "the others"
         )
     ]
+
+
+def ranks(number: int) -> str:
+    """In words."""
+    return f"{number} rank" + ("" if number == 1 else "s")
 
 
 def curve_of(values: Mapping[int, Mapping[str, float]], metric: str) -> dict[int, float]:

@@ -1,0 +1,50 @@
+"""One run that moves between launchers: begun under torchrun, gone on with under Ray, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic.dashboard.status import read_status
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.run_file import load_run_file
+from tests.cluster.local_cluster import Job, losses, started, worst_difference
+from tests.dist.torchrun_job import (
+    SMALL,
+    committed,
+    events,
+    finished,
+    kill_whole,
+    summary,
+    torchrun,
+    wait_for,
+)
+
+
+@pytest.mark.timeout(400)
+def test_torchrun_on_2_killed_then_ray_on_3_then_torchrun_on_1(tmp_path: Path) -> None:
+    flags = (*SMALL, "--save-every", "5", "--quiet")
+    storage, run = ("--storage", str(tmp_path)), tmp_path / "moved"
+    with torchrun(2, *flags, *storage, "--name", "moved", "--steps", "60") as process:
+        wait_for(lambda: committed(run) >= 10, process)
+        kill_whole(process)
+    with (
+        started(num_nodes=3) as cluster,
+        Job(cluster, tmp_path, "moved", *flags, "--num-workers", "3", "--steps", "40") as job,
+    ):
+        assert job.wait()["step"] == 40
+    for name, size in (("moved", 1), ("whole", 2)):
+        out = ("--name", name, "--steps", "60", "--json", f"{tmp_path}/{name}.json")
+        with torchrun(size, *flags, *storage, *out) as process:
+            code, _, err = finished(process)
+            assert code == 0, err
+    moved, whole = (summary(tmp_path / f"{name}.json") for name in ("moved", "whole"))
+    assert moved["world_sizes"] == [2, 3, 1]
+    resumed = [event.step for event in events(run, "resumed")]
+    assert resumed[0] >= 10 and resumed[1] == 40
+    for key in ("losses", "grad_norms"):
+        assert worst_difference(losses(moved, key), losses(whole, key)) <= 1e-9
+    run_file = load_run_file(Filesystem.at(str(run)))
+    assert run_file is not None
+    assert read_status(Filesystem.at(str(run)), run_file, now_s=0.0).state == "FINISHED"
