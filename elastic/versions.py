@@ -28,11 +28,12 @@ class UnsupportedVersion(RuntimeError):
         self.found = found
 
     def __str__(self) -> str:
-        supported = SUPPORTED[self.package]
+        lowest, above = _ends(self.package)
         return (
             f"{self.package} {self.found} is installed, this version of elastic supports "
-            f"{supported.replace(',', ' and ')}: install it with pip install '{supported}', or "
-            f"use a version of elastic that is made for {self.package} {self.found}"
+            f"{self.package} >={lowest},<{above}: install it with "
+            f"pip install '{SUPPORTED[self.package]}', or use a version of elastic that is made "
+            f"for {self.package} {self.found}"
         )
 
 
@@ -59,10 +60,15 @@ def check(*packages: str, version: Callable[[str], str] | None = None) -> None:
 
 
 def _is_supported(package: str, found: str) -> bool:
+    lowest, above = _ends(package)
+    release = _RELEASE.match(found)
+    return release is not None and _numbers(lowest) <= _numbers(release[0]) < _numbers(above)
+
+
+def _ends(package: str) -> tuple[str, str]:
     ends = _RANGE.fullmatch(SUPPORTED[package])
     assert ends is not None, SUPPORTED[package]
-    release = _RELEASE.match(found)
-    return release is not None and _numbers(ends[1]) <= _numbers(release[0]) < _numbers(ends[2])
+    return ends[1], ends[2]
 
 
 def _numbers(release: str) -> list[int]:

@@ -14,7 +14,7 @@ from elastic.storage.claim import claim
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.metrics import MetricsWriter
-from elastic.storage.rollback import roll_back
+from elastic.storage.rollback import roll_back, steps_above
 
 logger = logging.getLogger("elastic")
 
@@ -34,9 +34,11 @@ class ClaimedRun:
         try:
             self.past = read_ledger(filesystem)
             """What earlier lives of the driver have recorded."""
+            self.catalog = Catalog(filesystem, self.run_id)
+            if config.from_step is not None:
+                steps_above(self.catalog, config.from_step)  # refuses before anything is written
             self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])
             self.metrics = MetricsWriter(filesystem)
-            self.catalog = Catalog(filesystem, self.run_id)
             if config.from_step is not None:
                 why = "asked for on submission"
                 roll_back(self.catalog, self._ledger, config.from_step, why, time_s=time.time())

@@ -154,7 +154,8 @@ def _gather(store: dist.Store, place: Place, name: str, until_s: float) -> None:
 
 
 class Torchrun(Launcher):
-    """torchrun, as its ranks see it: SIGTERM or SIGINT asks for a save and a stop."""
+    """torchrun, as its ranks see it. SIGTERM or SIGINT asks for a save and a stop, the third of
+    them ends the process."""
 
     what = "torchrun"
 
@@ -169,6 +170,7 @@ class Torchrun(Launcher):
         self._store = store
         self._on_status = on_status
         self._stop = threading.Event()
+        self._num_signals = 0
         if place.restarts and store.check(["reached"]):
             self.reached_step = int(store.get("reached"))
 
@@ -192,8 +194,9 @@ class Torchrun(Launcher):
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self._stop.is_set():
-            # Whoever asks twice does not want to wait, and torchrun has SIGKILL besides.
+        self._num_signals += 1
+        # One wish may come twice: to every process of a job, and again through torchrun.
+        if self._num_signals > 2:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._stop.set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -110,19 +111,20 @@ def export(
 def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
     """What the exporting process answers in the end."""
     answer = None
-    with progress("") as tell, _exporter(request) as process:
+    with progress("verified") as tell, _exporter(request) as process:
         assert process.stdout is not None
         for line in process.stdout:
+            if not line.startswith("{"):
+                continue  # some library's own words
             message = json.loads(line)
             if message["kind"] == "progress":
-                tell(message["done"], message["all"])
+                tell(message["done"], message["all"], message["what"])
             else:
                 answer = message
     if answer is None:
-        raise Problem(
-            f"not exported: the exporting process ended with exit code {process.returncode} and "
-            "no word; -9 mostly means that there was not enough memory"
-        )
+        code = process.returncode
+        why = ": most likely there was not enough memory" if code == -signal.SIGKILL else ""
+        raise Problem(f"not exported: the exporting process ended with exit code {code}{why}")
     return dict(answer)
 
 
@@ -138,12 +140,12 @@ def _exporter(request: Mapping[str, Any]) -> Iterator[subprocess.Popen[str]]:
         text=True,
         env={**os.environ, **EXPORTER_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)},
     )
-    try:
-        with process:
+    with process:
+        try:
             yield process
-    except BaseException:
-        process.terminate()
-        raise
+        except BaseException:
+            process.terminate()
+            raise
 
 
 def _text(answer: Mapping[str, Any]) -> str:

@@ -16,14 +16,17 @@ _EVERY_S = 0.1
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A function to tell (bytes done, bytes in all); not to be called by two threads at once."""
+def progress(label: str) -> Iterator[Callable[..., None]]:
+    """A function to tell (bytes done, bytes in all), and a label that is to follow this one.
+
+    Not to be called by two threads at once.
+    """
     if not sys.stderr.isatty():
-        yield lambda done, all: None
+        yield lambda done, all, label="": None
         return
     shown_s = 0.0
 
-    def tell(done: int, all: int) -> None:
+    def tell(done: int, all: int, label: str = label) -> None:
         nonlocal shown_s
         if time.monotonic() - shown_s >= _EVERY_S:
             shown_s = time.monotonic()

@@ -18,7 +18,7 @@ from tests.cluster import functions
 from tests.cluster.local_cluster import started, wait_for
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_the_node_of_rank_0_is_lost_and_comes_back(tmp_path: Path):  # B18, B65
     marks = tmp_path / "marks"
     marks.mkdir()

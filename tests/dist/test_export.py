@@ -521,7 +521,8 @@ def test_an_existing_file_is_replaced_only_by_a_whole_one(
 
 def elastic(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "elastic", *map(str, arguments)],
+        # As the installed command, which takes no module from the directory that it is run in.
+        [sys.executable, "-P", "-m", "elastic", *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -609,19 +610,13 @@ def test_the_verb_exports_and_tells(run: Path, tmp_path: Path) -> None:
     # What lies in the operator's directory is none of the verb's business.
     (tmp_path / "torch.py").write_text("raise SystemExit(77)")
     (tmp_path / "elastic").mkdir()
-    told = elastic("export", run, "--out", "m.pt", "--step", 4, "--json", cwd=tmp_path, env=_env())
+    told = elastic("export", run, "--out", "m.pt", "--step", 4, "--json", cwd=tmp_path)
     assert (told.returncode, told.stderr) == (0, "")
     said = json.loads(told.stdout)
     assert said["out"] == str(tmp_path / "m.pt")
     assert (said["format"], said["step"], said["dtypes"]) == ("torch", 4, {"float64": 3})
     assert set(said) == set(Exported.__dataclass_fields__)
     assert fingerprint(run) == before
-
-
-def _env() -> dict[str, str]:
-    # python -m elastic itself takes what is in the current directory, the installed command does
-    # not: this makes the one as the other.
-    return {**os.environ, "PYTHONSAFEPATH": "1"}
 
 
 def test_the_verb_in_words(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -652,6 +647,19 @@ def test_the_verb_in_words(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = CliRunner().invoke(main, ["export", str(run), "--out", "m.xyz"])
     assert unknown.exit_code == 2
     assert "cannot tell the format from 'm.xyz': give --format" in unknown.output
+
+
+def test_an_exporter_that_dies_without_a_word_is_told(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = tmp_path / "killed"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o755)
+    for program, said in (("/bin/false", "exit code 1"), (killed, "not enough memory")):
+        monkeypatch.setattr("elastic.verbs.export.sys.executable", str(program))
+        told = CliRunner().invoke(main, ["export", str(run), "--out", str(tmp_path / "m.pt")])
+        assert told.exit_code == 1
+        assert said in told.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class TestComparison:
         assert self.compared([0.0], [-0.0]).parted_at == 1
 
     def test_the_first_step_beyond_and_the_largest(self) -> None:
-        found = self.compared([1.0, 1.0, 1.0], [1.0 + 1e-12, 1.1, 2.0], 1e-9)
+        found = self.compared([1.0, 1.0, 1.0], [1.0 + 1e-12, 1.0 + 2e-9, 2.0], 1e-9)
         assert (found.parted_at, found.largest_at, found.largest) == (2, 3, 0.5)
 
     def test_what_is_not_finite_is_infinitely_far(self) -> None:
@@ -236,6 +237,12 @@ def test_what_parts_is_said_to_and_where() -> None:
     other = rehearsal([4.0, 3.0, 2.0, 1.0], [4.0, 3.0, 2.0, 1.1])
     assert (other.verdict, other.exit_code) == ("parted", 1)
     assert "0.091 apart where 1e-09 is allowed" in report(other)
+
+
+def test_what_is_not_finite_is_still_json() -> None:
+    found = rehearsal([math.nan, 3.0, 2.0, 1.0], [4.0, 3.0, 2.0, 1.0])
+    assert found.verdict == "parted" and "nan here, inf apart" in report(found)
+    assert json.dumps(found.to_json(), allow_nan=False)
 
 
 def test_other_random_numbers_are_no_fault() -> None:

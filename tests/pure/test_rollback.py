@@ -18,6 +18,7 @@ from elastic.storage.ledger import LedgerWriter, read_ledger
 from elastic.storage.manifest import FileDigest, Manifest
 from elastic.storage.rollback import Rollback, RollbackRefused, roll_back, steps_above
 from elastic.storage.run_file import free_name
+from jobs.report import stopped_line
 from tests.pure.test_cli import ARun, ask
 
 STEPS = (0, 20, 30, 40)
@@ -195,3 +196,14 @@ def test_a_fresh_name_is_the_first_that_nothing_has(tmp_path: Path) -> None:
         (tmp_path / "runs [1] #2" / taken).mkdir(parents=True)
         assert free_name(storage, "demo") == expected
     assert free_name(storage, "demo-2") == "demo-2-2"
+
+
+def test_the_last_line_of_a_stopped_run_says_how_to_resume_it(run: ARun) -> None:
+    url = str(run.root)
+    same = stopped_line(url, "demo", is_same=True)
+    assert same == "stopped at step 40; the same command resumes"
+    other = stopped_line(url, "demo-2", is_same=False)
+    assert other.endswith("with --name demo-2, without --fresh and --from-step, resumes")
+    for step in STEPS:
+        catalog(run).remove(step)
+    assert "before its first checkpoint" in stopped_line(url, "demo", is_same=True)

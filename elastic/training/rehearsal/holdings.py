@@ -47,8 +47,11 @@ _NEVER = (
     *(types.ModuleType, type, types.BuiltinFunctionType, types.FrameType, types.TracebackType),
     *(types.CodeType, types.MappingProxyType),
 )
-# State in objects of these packages is theirs to keep, and ours is not the user's.
-_NOT_THEIRS = ("elastic", "ray", "logging", "threading", "_thread", "_io", "click", "concurrent")
+# What objects of these packages hold is not the training's: ours, locks, logs, progress bars.
+_NOT_THEIRS = (
+    *("elastic", "ray", "click", "logging", "threading", "_thread", "_io", "concurrent"),
+    *("asyncio", "multiprocessing", "tqdm", "rich", "wandb", "tensorboard", "mlflow"),
+)
 _DEEPEST, _MOST_LEAVES, _MOST_ITEMS, _LONGEST_TEXT = 9, 20_000, 256, 40
 
 _TYPES: tuple[tuple[type, str], ...] = (

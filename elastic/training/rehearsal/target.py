@@ -70,10 +70,12 @@ def _module(place: str) -> ModuleType:
     if dotted is not None:
         return importlib.import_module(dotted)
     _can_import_from(file.parent)
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    # A file called random.py must not become everybody's random.
+    name = file.stem if file.stem not in sys.modules else f"rehearsed_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 

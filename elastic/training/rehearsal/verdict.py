@@ -5,6 +5,7 @@ Pure; must not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -61,8 +62,8 @@ class Rehearsal:
         return 0 if self.verdict in (EXACT, WITHIN) else 1
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for programs."""
-        return {
+        """All of it, for programs. Numbers that are not finite become texts."""
+        tree = {
             "verdict": self.verdict,
             "exit_code": self.exit_code,
             "likely": self.suspects[0].kind if self.suspects and self.exit_code else None,
@@ -90,6 +91,16 @@ class Rehearsal:
                 for name, curve in self.curves.items()
             },
         }
+        finite: dict[str, Any] = _finite(tree)
+        return finite
+
+
+def _finite(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: _finite(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return str(tree) if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def draws_random_numbers(traces: Sequence[Trace]) -> bool:

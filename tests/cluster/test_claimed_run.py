@@ -1,0 +1,74 @@
+"""The driver's hold on a run, without a cluster: going back on submission, and letting go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.cluster import whereabouts
+from elastic.cluster.claimed_run import ClaimedRun
+from elastic.cluster.driver import Driver
+from elastic.cluster.driver_config import DriverConfig
+from elastic.policy.retention import Retention
+from elastic.policy.situation import Rules
+from elastic.storage import lease
+from elastic.storage.claim import RunSpec
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import read_ledger
+from elastic.storage.rollback import RollbackRefused
+from jobs.report import progress_line
+from tests.pure.test_cli import ARun
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ARun]:
+    monkeypatch.setattr(whereabouts, "in_words", lambda: "job 1 on a cluster")
+    monkeypatch.setattr(whereabouts, "in_fields", lambda: {"pid": 7})
+    with closing(ARun(tmp_path)) as made:
+        made.event("run_started", 50, generation=3)
+        for step in (0, 20, 30):
+            made.checkpoint(step)
+        yield made
+
+
+def config(run: ARun, **more: Any) -> DriverConfig:
+    return DriverConfig(
+        run_url=str(run.root),
+        spec=RunSpec(name="demo", seed=0, accepted=["seed"]),
+        rules=Rules(min_workers=1, max_workers=2),
+        keep=Retention(),
+        resources_per_worker={"CPU": 1.0},
+        **more,
+    )
+
+
+def test_a_submission_from_a_step_goes_back_first(run: ARun) -> None:
+    claimed = ClaimedRun(config(run, from_step=20))
+    claimed.record_start()
+    assert claimed.catalog.complete_steps() == [0, 20]
+    assert claimed.last_generation() == 3
+    claimed.close()
+    told = [(e.life, e.kind, e.step) for e in read_ledger(run.fs)]
+    assert (1, "rolled_back", 20) in told and (1, "run_started", -1) in told
+    aside = [one for one in claimed.catalog.list() if "rolled back to step 20" in one.reason]
+    assert [one.step for one in aside] == [30]
+
+
+def test_a_step_that_cannot_be_gone_back_to_lets_go_of_the_run(run: ARun) -> None:
+    with pytest.raises(RollbackRefused, match="steps 0, 20, 30"):
+        ClaimedRun(config(run, from_step=25))
+    assert lease.read(run.fs)[1].released
+    again = ClaimedRun(config(run))
+    assert again.catalog.complete_steps() == [0, 20, 30]
+    again.close()
+
+
+def test_a_driver_that_waits_for_the_lease_has_a_status(run: ARun) -> None:
+    status = Driver(config(run), None).status()  # type: ignore[arg-type]
+    assert status["reason"] == "claiming the run" and status["step"] == -1
+    assert "checkpoint -" in progress_line(status, 10)
+    assert Filesystem.at(str(run.root)).list("lease") == []
