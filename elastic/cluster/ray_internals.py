@@ -18,6 +18,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import (
+    PlacementGroupCleanerCallback,
+)
 from ray.train.v2._internal.exceptions import (
     InsufficientClusterResourcesError,
     WorkerGroupStartupFailedError,
@@ -455,11 +458,16 @@ def launch(
         runtime_env={"env_vars": {**_ENVIRONMENT, **env_vars}},
     )(controller_class)
     scaling: ScalingPolicy = create_scaling_policy(trainer.scaling_config)
+    # The cleaner was seen to take a living controller for dead when a node had just been lost, and
+    # to remove the placement group under the survivors; Ray removes a job's groups by itself. The
+    # other starts a process for each group, also when there is no dataset to split.
+    unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
+    if not trainer.datasets:
+        unwanted += (DatasetsCallback,)
     callbacks = [
         callback
         for callback in trainer._create_default_callbacks()
-        # It starts a process for each group, also when there is no dataset to split.
-        if trainer.datasets or not isinstance(callback, DatasetsCallback)
+        if not isinstance(callback, unwanted)
     ]
     return actor_class.remote(
         train_fn_ref=ObjectRefWrapper(train_function),

@@ -7,17 +7,20 @@ is not. Must not import torch or elastic: the loops are in `overhead_loop`, whic
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from jobs.bench.cluster import local_cluster
-from jobs.bench.engine_process import engine_process, wait_for
+from jobs.bench.engine_process import EngineProcess, engine_process, wait_for
+from jobs.bench.events import EventLog
 from jobs.bench.statistics import bootstrap_interval, paired_ratios
 
-NUM_WORKERS, DEADLINE_S = 2, 900.0
+NUM_WORKERS, DEADLINE_S = 2, 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +53,28 @@ class Bench:
             with engine_process(
                 "jobs.bench.overhead_loop", json.dumps(plan), directory=cluster.directory
             ) as process:
-                result = cluster.directory / "blocks.json"
-                wait_for(result.exists, process, DEADLINE_S, "write its result")
-            blocks = json.loads(result.read_text())
-        return report(blocks["served_s"][1:], blocks["bare_s"][1:])
+                served_s, bare_s = self._measure(process, cluster.directory, say)
+        return report(served_s[1:], bare_s[1:])
+
+    def _measure(
+        self, process: EngineProcess, directory: Path, say: Callable[[str], None]
+    ) -> tuple[list[float], list[float]]:
+        log = EventLog(directory / "events.jsonl")
+        num_bare, told = self.num_blocks + 2, 0
+        while told < num_bare:
+            told = min(told + max(10, self.num_blocks // 5), num_bare)
+            enough = functools.partial(_has_blocks, log, told)
+            wait_for(enough, process, DEADLINE_S, f"finish block {told} of {num_bare}")
+            say(f"    {told} of {num_bare} blocks")
+        return _step_s(log, "served"), _step_s(log, "bare")
+
+
+def _has_blocks(log: EventLog, num_bare: int) -> bool:
+    return len(_step_s(log, "bare")) >= num_bare
+
+
+def _step_s(log: EventLog, side: str) -> list[float]:
+    return [event["step_s"] for event in log.read() if event["event"] == side]
 
 
 def report(served_s: list[float], bare_s: list[float]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import elastic
 from jobs.bench import workload
 from jobs.bench.engine_process import connect
+from jobs.bench.events import EventLog
 
 GLOBAL_BATCH = 32
 
@@ -39,8 +40,8 @@ class Plan:
     num_workers: int = 2
 
     @property
-    def result(self) -> Path:
-        return Path(self.directory) / "blocks.json"
+    def log(self) -> EventLog:
+        return EventLog(Path(self.directory) / "events.jsonl")
 
 
 class BareLoop:
@@ -93,16 +94,15 @@ def train(run: elastic.Run) -> None:
     loader = run.loader(
         workload.Samples(), global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH // run.world_size
     )
-    served_s: list[float] = []
-    bare_s: list[float] = []
     begun_s = 0.0
     # One step more than the blocks hold: the last block ends where the step after it begins, for
     # what the service does at a step's end happens when the next one is asked for.
     for step in run.steps(loader, until=plan.num_blocks * plan.steps_per_block + 1):
         if (step.number - 1) % plan.steps_per_block == 0:
             if step.number > 1:
-                served_s.append((time.perf_counter() - begun_s) / plan.steps_per_block)
-            bare_s.append(_timed(bare, plan.steps_per_block))
+                served_s = (time.perf_counter() - begun_s) / plan.steps_per_block
+                _tell(plan, run, "served", served_s)
+            _tell(plan, run, "bare", _timed(bare, plan.steps_per_block))
             dist.barrier()
             begun_s = time.perf_counter()
         for batch in step:
@@ -112,8 +112,11 @@ def train(run: elastic.Run) -> None:
         step.grad_norm = clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _tell(plan: Plan, run: elastic.Run, side: str, step_s: float) -> None:
     if run.world_rank == 0:
-        plan.result.write_text(json.dumps({"served_s": served_s, "bare_s": bare_s}))
+        plan.log.write(side, step_s=step_s)
 
 
 def _timed(bare: BareLoop, num_steps: int) -> float:

@@ -9,11 +9,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic.dashboard.status import read_status
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.run_file import load_run_file
 from tests.cluster.local_cluster import ROOT, LocalCluster, started, wait_for
 
 VENV_BIN = Path(sys.executable).parent
@@ -80,20 +85,23 @@ class Newcomer:
         return self.jobs[-1]
 
     def wait_until(self, what: str, **expected: Any) -> dict[str, Any]:
-        """The status in which these fields have at least these values."""
+        """What `elastic status` says once these fields have at least these values."""
 
-        def look() -> dict[str, Any] | None:
-            if not (self.storage / "demo" / "run.json").exists():
-                return None
-            status: dict[str, Any] = self.asks("status", self.run)
-            is_so = all(
+        def is_so() -> bool:
+            # In this process, since a command for each look would slow down what it looks at.
+            fs = Filesystem.at(self.run)
+            run_file = load_run_file(fs)
+            if run_file is None:
+                return False
+            status = asdict(read_status(fs, run_file, now_s=time.time()))
+            return all(
                 status[key] == value if isinstance(value, str) else (status[key] or -1) >= value
                 for key, value in expected.items()
             )
-            return status if is_so else None
 
-        found: dict[str, Any] = wait_for(what, look, timeout_s=150)
-        return found
+        wait_for(what, is_so, timeout_s=150)
+        status: dict[str, Any] = self.asks("status", self.run)
+        return status
 
     def ends(self) -> None:
         for job in self.jobs:

@@ -53,13 +53,15 @@ def test_the_node_of_rank_0_is_lost_and_comes_back(tmp_path: Path):  # B18, B65
         wait_for("all four again", lambda: len(events("recovered")) == 2)
         thread.join(timeout=60)
         assert not thread.is_alive() and failures == []
-        sizes = [e.data["world_size"] for e in events("generation_started")]
+        started_as = events("generation_started")
+        sizes = [e.data["world_size"] for e in started_as]
         assert sizes == [4, 2, 4]
         lost, grown = events("recovered")
         assert lost.data["lost_steps"] <= 40 and grown.data["lost_steps"] == 0
         resumed = [e.step for e in events("resumed")]
         assert all(step > 0 for step in resumed) and resumed == sorted(resumed)
-    for generation, size in enumerate(sizes):
+    for event, size in zip(started_as, sizes, strict=True):
+        generation = event.generation
         told = [
             json.loads((marks / f"{generation}-{rank}.json").read_text()) for rank in range(size)
         ]
