@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -112,7 +113,10 @@ class Newcomer:
 @pytest.mark.timeout(500)
 def test_a_newcomers_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", PATH)
-    with started(num_nodes=0, head_cpus=2) as cluster:
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as temp_dir,
+        started(num_nodes=0, head_cpus=2, temp_dir=temp_dir) as cluster,
+    ):
         newcomer = Newcomer(cluster, tmp_path)
         try:
             begin_twice(newcomer)
