@@ -16,17 +16,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jobs.bench.processes import Processes
 
 # Ray is told to hear a death within about half a second instead of its default of 14 s.
-FAST_HEALTH_CHECKS = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 250,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 2,
-}
+FAST_HEALTH_CHECKS: Mapping[str, int] = MappingProxyType(
+    {
+        "health_check_initial_delay_ms": 0,
+        "health_check_period_ms": 250,
+        "health_check_timeout_ms": 500,
+        "health_check_failure_threshold": 2,
+    }
+)
 
 
 class LocalCluster:
@@ -51,7 +54,8 @@ class LocalCluster:
             "temp_dir": str(directory / "ray"),
         }
         if fast_health_checks:
-            head["_system_config"] = FAST_HEALTH_CHECKS
+            # A copy, for Ray writes into it where this cluster spills: the next would go there too.
+            head["_system_config"] = dict(FAST_HEALTH_CHECKS)
         self.directory = directory
         self._processes = processes
         self._cluster = Cluster(initialize_head=True, head_node_args=head)

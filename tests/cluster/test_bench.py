@@ -17,6 +17,12 @@ import pytest
 from jobs.bench.cluster import measurement_directory
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+# Tests run in a shell's background ignore Ctrl-C, and so would what they start.
+BENCH = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("jobs.bench", run_name="__main__", alter_sys=True)
+"""
 PHASES = {"detect", "stop", "place", "start", "connect", "build", "load", "first_step"}
 
 
@@ -43,7 +49,7 @@ def carrying(mark: str) -> dict[int, str]:
 
 def bench(mark: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "jobs.bench", *arguments],
+        [sys.executable, "-c", BENCH, *arguments],
         cwd=CHECKOUT,
         env={**os.environ, "BENCH_TEST": mark},
         stdout=subprocess.PIPE,

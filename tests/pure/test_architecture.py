@@ -168,3 +168,10 @@ def decision_table() -> str:
 
 def test_the_readmes_decision_table_is_the_one_the_driver_uses() -> None:
     assert decision_table() in README, f"put this table into the README:\n{decision_table()}"
+
+
+def test_every_test_directory_is_collected(pytestconfig: pytest.Config) -> None:
+    """By default pytest skips directories called `dist`: half of the tests would not run."""
+    skipped = pytestconfig.getini("norecursedirs")
+    for folder in sorted((ROOT / "tests").iterdir()):
+        assert not any(folder.match(pattern) for pattern in skipped if folder.name[0] not in "._")
