@@ -55,7 +55,7 @@ class Run:
         self.world_size = member.world_size
         self.local_rank = member.local_rank
         self.step = 0
-        """Finished optimizer steps over the whole run; likewise the three below."""
+        """Finished optimizer steps over the whole run; likewise below."""
         self.samples = 0
         self.tokens = 0
         self.epoch = 0
@@ -244,8 +244,7 @@ class Run:
         if until is None and until_samples is None and until_tokens is None:
             raise ValueError("run.steps needs an end: until=, until_samples= or until_tokens=")
         if self._rng is not None:
-            # Last of all, so that nothing the user did while building draws from these streams.
-            self._rng()
+            self._rng()  # last of all: nothing the user did while building draws from these streams
             self._rng = None
         self._commit_start(state)
 
@@ -272,8 +271,9 @@ class Run:
             try:
                 yield step
             except GeneratorExit:
-                # The loop was left by `break`: the step it was in counts as done.
-                self._advance(loader.global_batch, agreement, loader.epoch)
+                # Left by `break`, the step counts as done; left by an error, peers may be gone.
+                with contextlib.suppress(RuntimeError):
+                    self._advance(loader.global_batch, agreement, loader.epoch)
                 raise
             self._advance(loader.global_batch, agreement, loader.epoch)
             self._push_metrics(step, agreement, begun_s)
