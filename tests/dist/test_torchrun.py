@@ -168,7 +168,7 @@ def test_a_signal_that_comes_twice_is_one_wish() -> None:
     try:
         assert not launcher.is_stop_asked()
         for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
             assert launcher.is_stop_asked()
     finally:
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
