@@ -51,6 +51,7 @@ class LocalCluster:
         head: dict[str, Any] = {
             "num_cpus": 0,
             "include_dashboard": True,
+            "dashboard_port": 0,  # any free one: another Ray may be running here
             "temp_dir": str(directory / "ray"),
         }
         if fast_health_checks:
