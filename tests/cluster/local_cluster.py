@@ -70,21 +70,15 @@ class LocalCluster:
 
 
 @contextlib.contextmanager
-def started(
-    num_nodes: int, cpus_per_node: int = 1, head_cpus: int = 0, temp_dir: str | None = None
-) -> Iterator[LocalCluster]:
+def started(num_nodes: int, cpus_per_node: int = 1, head_cpus: int = 0) -> Iterator[LocalCluster]:
     """A cluster that is gone when the block ends.
 
     Nodes on one machine share the directory that a job's files are unpacked to, and a node that
-    unpacks them anew takes them away for a moment: several jobs at once need `num_nodes=0`. A job
-    finds its cluster through a file that all clusters of this machine write, unless each has a
-    short `temp_dir` of its own.
+    unpacks them anew takes them away for a moment: several jobs at once need `num_nodes=0`.
     """
-    own = {} if temp_dir is None else {"temp_dir": temp_dir}
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
-            **own,
             "num_cpus": head_cpus,
             "include_dashboard": True,
             "dashboard_port": 0,
@@ -94,8 +88,6 @@ def started(
         },
     )
     local = LocalCluster(cluster)
-    if temp_dir is not None:
-        Path(temp_dir, "ray_current_cluster").write_text(local.address)
     try:
         for _ in range(num_nodes):
             local.add(cpus_per_node)

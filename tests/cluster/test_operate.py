@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -113,10 +112,7 @@ class Newcomer:
 @pytest.mark.timeout(500)
 def test_a_newcomers_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", PATH)
-    with (
-        tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as temp_dir,
-        started(num_nodes=0, head_cpus=2, temp_dir=temp_dir) as cluster,
-    ):
+    with started(num_nodes=0, head_cpus=2) as cluster:
         newcomer = Newcomer(cluster, tmp_path)
         try:
             begin_twice(newcomer)
