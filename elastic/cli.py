@@ -37,7 +37,7 @@ QUIET_KINDS = frozenset({"driver_heartbeat", "progress"})
 )
 @click.version_option(__version__, package_name="elastic-ray", prog_name="elastic")
 def main() -> None:
-    """Look at elastic training runs, and look after their checkpoints.
+    """Submit elastic training runs, look at them, and look after them and their checkpoints.
 
     \b
     Exit codes: 0 done, 1 a problem was found, 2 wrong usage or no such run.
