@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from elastic import versions
+from elastic.importing import collector_paused
 
 if TYPE_CHECKING:
     from elastic.cluster.driver import TrainingFailed
@@ -44,7 +45,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES[name]
     # First, since a name that another version lacks would be all that its user hears of.
     versions.check("torch", *(["ray"] if home.startswith("elastic.cluster.") else []))
-    return getattr(importlib.import_module(home), name)
+    with collector_paused():
+        return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

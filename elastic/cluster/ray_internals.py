@@ -15,37 +15,40 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.exceptions import RayActorError
-from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import (
-    PlacementGroupCleanerCallback,
-)
-from ray.train.v2._internal.exceptions import (
-    InsufficientClusterResourcesError,
-    WorkerGroupStartupFailedError,
-    WorkerGroupStartupTimeoutError,
-)
-from ray.train.v2._internal.execution.context import DistributedContext, get_train_context
-from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.controller.state import (
-    ErroredState,
-    FinishedState,
-    RunningState,
-    ShuttingDownState,
-)
-from ray.train.v2._internal.execution.failure_handling import create_failure_policy
-from ray.train.v2._internal.execution.scaling_policy import ScalingPolicy, create_scaling_policy
-from ray.train.v2._internal.execution.worker_group import RayTrainWorker, Worker, WorkerGroup
-from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
-from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-from ray.util.placement_group import (
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from elastic.importing import collector_paused
+
+with collector_paused():
+    import ray
+    from ray.exceptions import RayActorError
+    from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
+    from ray.train.v2._internal.callbacks.placement_group_callback import (
+        PlacementGroupCleanerCallback,
+    )
+    from ray.train.v2._internal.exceptions import (
+        InsufficientClusterResourcesError,
+        WorkerGroupStartupFailedError,
+        WorkerGroupStartupTimeoutError,
+    )
+    from ray.train.v2._internal.execution.context import DistributedContext, get_train_context
+    from ray.train.v2._internal.execution.controller import TrainController
+    from ray.train.v2._internal.execution.controller.state import (
+        ErroredState,
+        FinishedState,
+        RunningState,
+        ShuttingDownState,
+    )
+    from ray.train.v2._internal.execution.failure_handling import create_failure_policy
+    from ray.train.v2._internal.execution.scaling_policy import ScalingPolicy, create_scaling_policy
+    from ray.train.v2._internal.execution.worker_group import RayTrainWorker, Worker, WorkerGroup
+    from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
+    from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+    from ray.util.placement_group import (
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 __all__ = ["Controller", "GroupMember", "GroupStartError", "launch", "read_nodes", "tell_rank"]
 

@@ -14,26 +14,29 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ray
-import torch
+from elastic.importing import collector_paused
 
-from elastic import versions
-from elastic.cluster import ray_internals
-from elastic.policy.cause import is_victim
-from elastic.storage.filesystem import Filesystem
-from elastic.training import collector, process_group, storage_probe
-from elastic.training.checkpoint import AsyncSaver
-from elastic.training.coordinator import (
-    CommitResult,
-    NoSoundCheckpoint,
-    Orders,
-    Reform,
-    Shard,
-)
-from elastic.training.membership import Membership, TrainingConfig
-from elastic.training.meshes import forget_meshes
-from elastic.training.rank_log import RankLog
-from elastic.training.run import Run
+with collector_paused():
+    import ray
+    import torch
+
+    from elastic import versions
+    from elastic.cluster import ray_internals
+    from elastic.policy.cause import is_victim
+    from elastic.storage.filesystem import Filesystem
+    from elastic.training import collector, process_group, storage_probe
+    from elastic.training.checkpoint import AsyncSaver
+    from elastic.training.coordinator import (
+        CommitResult,
+        NoSoundCheckpoint,
+        Orders,
+        Reform,
+        Shard,
+    )
+    from elastic.training.membership import Membership, TrainingConfig
+    from elastic.training.meshes import forget_meshes
+    from elastic.training.rank_log import RankLog
+    from elastic.training.run import Run
 
 _SAVE_ENDS_S = 2.0
 
