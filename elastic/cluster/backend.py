@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ray.train.backend import Backend
-from ray.train.torch import TorchConfig
+from elastic.importing import collector_paused
+
+with collector_paused():
+    from ray.train.backend import Backend
+    from ray.train.torch import TorchConfig
 
 
 @dataclass
