@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic import versions
+from elastic.importing import collector_paused
 from elastic.storage.run_file import free_name
 from jobs import ray_cluster
 from jobs.report import Progress, report, stopped_line, summary
@@ -156,8 +157,10 @@ def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[in
         InvalidInput: something cannot work.
     """
     from elastic.policy.saves import SaveInterval
-    from jobs.model import PRESETS
     from jobs.text import prepare
+
+    with collector_paused():
+        from jobs.model import PRESETS
 
     num_workers = parse_workers(arguments.num_workers)
     smallest = num_workers if isinstance(num_workers, int) else num_workers[0]
@@ -273,7 +276,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _place() -> Place | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None  # without paying for torch
-    from elastic.training.torchrun import Place
+    with collector_paused():
+        from elastic.training.torchrun import Place
 
     return Place.read()
 

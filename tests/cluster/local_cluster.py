@@ -102,13 +102,21 @@ def started(num_nodes: int, cpus_per_node: int = 1, head_cpus: int = 0) -> Itera
 class Job:
     """`python -m jobs.pretrain` on a cluster, as a user runs it, and its run directory."""
 
-    def __init__(self, cluster: LocalCluster, storage: Path, name: str, *flags: str) -> None:
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        storage: Path,
+        name: str,
+        *flags: str,
+        pace: Path | None = None,
+    ) -> None:
         self.url = str(storage / name)
         self._json = storage / f"{name}.json"
         self._log = storage / f"{name}.log"
         storage.mkdir(parents=True, exist_ok=True)
+        module = "jobs.pretrain" if pace is None else "tests.cluster.paced_pretrain"
         command = [
-            *(sys.executable, "-m", "jobs.pretrain", "--name", name, "--storage", str(storage)),
+            *(sys.executable, "-m", module, "--name", name, "--storage", str(storage)),
             *("--json", str(self._json)),
             *flags,
         ]
@@ -118,7 +126,7 @@ class Job:
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "RAY_ADDRESS": cluster.address},
+                env={**os.environ, "RAY_ADDRESS": cluster.address, "PACE": str(pace or "")},
             )
 
     def __enter__(self) -> Job:
@@ -178,38 +186,35 @@ class Job:
     def log(self) -> str:
         return self._log.read_text(errors="replace")[-6000:]
 
-    def catalog(self) -> Catalog:
-        filesystem = Filesystem.at(self.url)
-        run_file = load_run_file(filesystem)
-        assert run_file is not None
-        return Catalog(filesystem, run_file.run_id)
 
-    def digest(self, step: int) -> str:
-        """Of every tensor's name, dtype, shape and bytes in a checkpoint, whoever saved it."""
-        import hashlib
+def digest(url: str, step: int) -> str:
+    """Of every tensor's name, dtype, shape and bytes in a checkpoint, whoever saved it."""
+    import hashlib
 
-        import torch
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-        catalog = self.catalog()
-        path = Path(self.url) / catalog.data_path(step)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # one process is what is meant here
-            state = _load_state_dict_from_keys(storage_reader=dcp.FileSystemReader(str(path)))
-        digest = hashlib.sha256()
+    filesystem = Filesystem.at(url)
+    run_file = load_run_file(filesystem)
+    assert run_file is not None
+    path = Path(url) / Catalog(filesystem, run_file.run_id).data_path(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # one process is what is meant here
+        state = _load_state_dict_from_keys(storage_reader=dcp.FileSystemReader(str(path)))
+    found = hashlib.sha256()
 
-        def feed(name: str, value: Any) -> None:
-            if isinstance(value, dict):
-                for key in sorted(value):
-                    feed(f"{name}.{key}", value[key])
-            else:
-                assert isinstance(value, torch.Tensor), name
-                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-                digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    def feed(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key in sorted(value):
+                feed(f"{name}.{key}", value[key])
+        else:
+            assert isinstance(value, torch.Tensor), name
+            found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            found.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
-        feed("", state)
-        return digest.hexdigest()
+    feed("", state)
+    return found.hexdigest()
 
 
 def losses(summary: dict[str, Any], key: str = "losses") -> list[float]:

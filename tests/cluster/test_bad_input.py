@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 from elastic import ElasticConfig, ElasticTrainer, TrainingFailed
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
 from tests.cluster import functions
-from tests.cluster.local_cluster import started
+from tests.cluster.local_cluster import LocalCluster
 
 
 def make(function: Any = functions.plain, storage: str = "/tmp/elastic-refused", **options: Any):
@@ -80,18 +79,18 @@ def test_relative_storage():
         make(storage="runs")
 
 
-def test_more_workers_than_there_are_is_told_and_ends_at_the_deadline(tmp_path: Path):
-    with started(num_nodes=1) as cluster:
-        ray.init(address=cluster.address, log_to_driver=False)
-        trainer = make(
-            storage=str(tmp_path),
-            scaling_config=ScalingConfig(num_workers=(3, 4)),
-            elastic_config=ElasticConfig(wait_for_capacity_s=3.0),
-        )
-        with pytest.raises(TrainingFailed) as caught:
-            trainer.fit()
+def test_more_workers_than_there_are_is_told_and_ends_at_the_deadline(
+    connected: LocalCluster, tmp_path: Path
+):
+    trainer = make(
+        storage=str(tmp_path),
+        scaling_config=ScalingConfig(num_workers=(5, 6)),
+        elastic_config=ElasticConfig(wait_for_capacity_s=3.0),
+    )
+    with pytest.raises(TrainingFailed) as caught:
+        trainer.fit()
     said = str(caught.value)
-    assert "1 of at least 3 workers can run now" in said
+    assert "3 of at least 5 workers can run now" in said
     assert "each worker needs CPU 1" in said and "gave up after 3 s" in said
     waiting = [e for e in read_ledger(Filesystem.at(trainer.run_url)) if e.kind == "waiting"]
     assert len(waiting) >= 1 and "up to 3 s" in waiting[0].reason

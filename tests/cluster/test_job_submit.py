@@ -12,35 +12,34 @@ import pytest
 
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
-from tests.cluster.local_cluster import ROOT, started
+from tests.cluster.local_cluster import ROOT, LocalCluster
 
 RAY = shutil.which("ray", path=str(Path(sys.executable).parent)) or "ray"
 
 
 @pytest.mark.timeout(240)
-def test_submit_and_submit_again(tmp_path: Path):  # B23, first half
-    with started(num_nodes=1, cpus_per_node=3) as cluster:
+def test_submit_and_submit_again(one_node: LocalCluster, tmp_path: Path):  # B23, first half
+    def submit(steps: int) -> str:
+        done = subprocess.run(
+            [
+                *(RAY, "job", "submit", "--address", one_node.dashboard_url),
+                *("--working-dir", str(ROOT), "--", sys.executable, "-m", "jobs.pretrain"),
+                *("--name", "demo", "--num-workers", "2:4", "--storage", str(tmp_path)),
+                *("--steps", str(steps), "--save-every", "10", "--global-batch", "8"),
+                *("--model", "nano", "--sequence-length", "32"),
+                *("--json", str(tmp_path / "found.json")),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
-        def submit(steps: int) -> str:
-            done = subprocess.run(
-                [
-                    *(RAY, "job", "submit", "--address", cluster.dashboard_url),
-                    *("--working-dir", str(ROOT), "--", sys.executable, "-m", "jobs.pretrain"),
-                    *("--name", "demo", "--num-workers", "2:4", "--storage", str(tmp_path)),
-                    *("--steps", str(steps), "--save-every", "10", "--global-batch", "8"),
-                    *("--json", str(tmp_path / "found.json")),
-                ],
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
-            )
-            assert done.returncode == 0, done.stdout + done.stderr
-            return done.stdout
-
-        said = submit(15)
-        assert "step 15" in said and "world size 3" in said
-        submit(25)
+    said = submit(15)
+    assert "step 15" in said and "world size 3" in said
+    submit(25)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["step"] == 25 and len(found["losses"]) == 25
     events = read_ledger(Filesystem.at(f"{tmp_path}/demo"))

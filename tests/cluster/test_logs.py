@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,12 @@ from elastic.cli import main
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerEvent, read_ledger
 from tests.cluster import functions
-from tests.cluster.local_cluster import started, wait_for
+from tests.cluster.local_cluster import LocalCluster, wait_for
 
 pytestmark = pytest.mark.timeout(180)
 
 SECRET = "sk-5f0e-from-the-environment"
 SAID = ["printed, and\\x1b[2J gone", "to stderr", "raw, without end"]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with started(num_nodes=1, cpus_per_node=2) as local:
-        ray.init(address=local.address, log_to_driver=False)
-        yield
 
 
 def fit(function: Callable[..., None], storage: Path) -> Any:
@@ -53,7 +46,7 @@ def ask(*arguments: object) -> str:
 
 
 def test_a_killed_rank_has_its_last_word_where_its_death_is_told(
-    cluster: None, tmp_path: Path
+    connected: LocalCluster, tmp_path: Path
 ) -> None:
     fit(functions.speaks_and_dies, tmp_path)
     run = tmp_path / "run"
@@ -83,7 +76,7 @@ def test_a_killed_rank_has_its_last_word_where_its_death_is_told(
 
 
 def test_a_failed_rank_says_why_in_its_log_and_what_came_before_in_the_error(
-    cluster: None, tmp_path: Path
+    connected: LocalCluster, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainingFailed) as caught:
         fit(functions.speaks_and_raises, tmp_path)

@@ -19,7 +19,7 @@ import pytest
 from elastic.dashboard.status import read_status
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.run_file import load_run_file
-from tests.cluster.local_cluster import ROOT, LocalCluster, started, wait_for
+from tests.cluster.local_cluster import ROOT, LocalCluster, wait_for
 
 VENV_BIN = Path(sys.executable).parent
 # So that `python` on the cluster is the one that has this project's dependencies.
@@ -110,19 +110,17 @@ class Newcomer:
 
 
 @pytest.mark.timeout(500)
-def test_a_newcomers_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", PATH)
-    with started(num_nodes=0, head_cpus=2) as cluster:
-        newcomer = Newcomer(cluster, tmp_path)
-        try:
-            begin_twice(newcomer)
-            saved = kill_and_save(newcomer)
-            stopped = stop(newcomer)
-            assert stopped >= saved
-            resume_and_stop_through_ray(newcomer, stopped)
-            go_back(newcomer, saved)
-        finally:
-            newcomer.ends()
+def test_a_newcomers_day(one_node: LocalCluster, tmp_path: Path) -> None:
+    newcomer = Newcomer(one_node, tmp_path)
+    try:
+        begin_twice(newcomer)
+        saved = kill_and_save(newcomer)
+        stopped = stop(newcomer)
+        assert stopped >= saved
+        resume_and_stop_through_ray(newcomer, stopped)
+        go_back(newcomer, saved)
+    finally:
+        newcomer.ends()
 
 
 def begin_twice(newcomer: Newcomer) -> None:

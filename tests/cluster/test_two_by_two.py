@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ray.train import RunConfig, ScalingConfig
 from elastic import ElasticConfig, ElasticTrainer
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerEvent, read_ledger
+from elastic.storage.requests import STOP, ask
 from tests.cluster import functions
 from tests.cluster.local_cluster import started, wait_for
 
@@ -26,7 +28,7 @@ def test_the_node_of_rank_0_is_lost_and_comes_back(tmp_path: Path):  # B18, B65
         ray.init(address=cluster.address, log_to_driver=False)
         trainer = ElasticTrainer(
             functions.tells_ranks,
-            train_loop_config={"marks": str(marks), "until": 1500},
+            train_loop_config={"marks": str(marks), "until": 1_000_000},
             scaling_config=ScalingConfig(num_workers=(2, 4), elastic_resize_monitor_interval_s=1.0),
             run_config=RunConfig(name="run", storage_path=str(tmp_path)),
             elastic_config=ElasticConfig(save_every="20steps"),
@@ -51,6 +53,7 @@ def test_the_node_of_rank_0_is_lost_and_comes_back(tmp_path: Path):  # B18, B65
         wait_for("the surviving two", lambda: events("recovered"))
         cluster.add(num_cpus=2)
         wait_for("all four again", lambda: len(events("recovered")) == 2)
+        ask(Filesystem.at(trainer.run_url), STOP, who="a test", time_s=time.time(), epoch=1)
         thread.join(timeout=120)
         assert not thread.is_alive() and failures == []
         started_as = events("generation_started")

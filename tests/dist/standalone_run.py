@@ -98,7 +98,7 @@ def curve(root: str, name: str = "loss") -> list[float]:
 
 
 def _rank(rank: int, world_size: int, recipe: Recipe) -> dict[str, Any]:
-    store = _own_store(rank)
+    store = own_store(rank)
     _sabotage(recipe, rank)
     seen: dict[str, Any] = {"steps": {}, "counter": {"calls": 0}}
 
@@ -119,7 +119,7 @@ def _rank(rank: int, world_size: int, recipe: Recipe) -> dict[str, Any]:
     return {**seen, "step": ended.step, "samples": ended.samples, "epoch": ended.epoch}
 
 
-def _own_store(rank: int) -> dist.Store:
+def own_store(rank: int) -> dist.Store:
     """A store of this start's own, in place of the helper's group."""
     server = process_group.open_store("127.0.0.1") if rank == 0 else None
     port = [server.port if server else 0]
