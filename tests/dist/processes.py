@@ -23,12 +23,7 @@ from typing import Any
 
 __all__ = ["RankFailed", "run_ranks"]
 
-# What nearly every rank needs and no rank changes: half of a small test was spent importing it.
-_PRELOAD = [
-    *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
-    *("torchdata.stateful_dataloader", "pyarrow.parquet", "pandas", "pytest"),
-    *(__name__, "tests.dist.small_run", "tests.dist.standalone_run"),
-]
+_PRELOAD = ["tests.dist.preloaded", __name__]
 # Once one rank has failed the others only wait for it in a collective.
 _GRACE_S = 5.0
 
