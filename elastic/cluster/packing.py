@@ -10,12 +10,16 @@ import os
 import shutil
 import subprocess
 import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from elastic.cluster.shipment import ListDirectory, Shipment
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.store import Entry
+
+MARK = ".elastic-submission"
+"""A file in each shipment that makes its package unlike any other."""
 
 
 def git_ignored(root: str) -> set[str] | None:
@@ -50,4 +54,7 @@ def staged(root: str, shipment: Shipment) -> Iterator[str]:
             copy = Path(folder, path)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(os.path.join(root, path), copy)
+        # A package like that of a job which is just ending would not be uploaded, and would then
+        # be deleted with it before it is used (ray#46625, ray#36703).
+        Path(folder, MARK).write_text(f"{uuid.uuid4()}\n")
         yield folder

@@ -30,7 +30,7 @@ FLAGS = (
 
 @pytest.mark.timeout(180)
 def test_killed_at_the_same_size_not_a_bit_differs(three_nodes: LocalCluster, tmp_path: Path):
-    flags = (*FLAGS, "--optimizer", "adamw", "--dtype", "float32")
+    flags = (*FLAGS, "--optimizer", "sgd", "--dtype", "float32")
     expected = undisturbed(3, tmp_path, *flags)
     with Job(three_nodes, tmp_path, "killed", *flags, "--num-workers", "3") as job:
         job.wait_for_commit(30)
@@ -43,13 +43,8 @@ def test_killed_at_the_same_size_not_a_bit_differs(three_nodes: LocalCluster, tm
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("optimizer", "dtype", "tolerance"), [("adamw", "float64", 1e-9), ("sgd", "float32", 1e-5)]
-)
-def test_workers_and_nodes_go_and_come(  # B65, B70, B84
-    three_nodes: LocalCluster, tmp_path: Path, optimizer: str, dtype: str, tolerance: float
-):
-    flags = (*FLAGS, "--optimizer", optimizer, "--dtype", dtype)
+def test_workers_and_nodes_go_and_come(three_nodes: LocalCluster, tmp_path: Path):  # B65, B70, B84
+    flags = (*FLAGS, "--optimizer", "adamw", "--dtype", "float64")
     expected = undisturbed(3, tmp_path, *flags)
     pace = tmp_path / "pace"
     pace.touch()
@@ -61,9 +56,9 @@ def test_workers_and_nodes_go_and_come(  # B65, B70, B84
         pace.unlink()
         found = job.wait()
     assert found["world_sizes"] == [3, 2, 3, 2, 3]
-    assert worst_difference(losses(found), losses(expected)) <= tolerance
+    assert worst_difference(losses(found), losses(expected)) <= 1e-9
     norms = losses(found, "grad_norms"), losses(expected, "grad_norms")
-    assert worst_difference(*norms) <= tolerance
+    assert worst_difference(*norms) <= 1e-9
     assert job.events("reform_failed") == []
     for lost in job.events("recovered")[::2]:
         phases: dict[str, Any] = lost.data["phases_s"]

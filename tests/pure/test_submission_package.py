@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from elastic.cli import main
 from elastic.cluster.job_request import CannotSubmit, JobRequest, entrypoint
-from elastic.cluster.packing import git_ignored, lister, staged
+from elastic.cluster.packing import MARK, git_ignored, lister, staged
 from elastic.cluster.shipment import (
     LIMIT_BYTES,
     Shipment,
@@ -157,10 +157,14 @@ def test_what_is_staged_is_what_was_planned_to_the_byte(tmp_path: Path) -> None:
     with staged(str(root), plan(lister(str(root)))) as folder:
         shipped = Path(folder)
         found = {str(p.relative_to(shipped)) for p in shipped.rglob("*") if p.is_file()}
-        assert found == {"train.py", "run.sh", "[a]/b c.txt"}
+        assert found == {"train.py", "run.sh", "[a]/b c.txt", MARK}
+        mark = (shipped / MARK).read_text()
         assert (shipped / "[a]/b c.txt").read_text() == "é"
         assert os.access(shipped / "run.sh", os.X_OK)
     assert not shipped.exists()
+    with staged(str(root), plan(lister(str(root)))) as folder:
+        # Ray would delete the package that two jobs share when the first one ends.
+        assert Path(folder, MARK).read_text() != mark
 
 
 def test_links_are_followed_and_loops_end(tmp_path: Path) -> None:
