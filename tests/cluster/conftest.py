@@ -26,7 +26,7 @@ def one_node() -> Iterator[LocalCluster]:
     other's way when they unpack a job's files. Its `python` is this one."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-        with started(num_nodes=0, head_cpus=3) as cluster:
+        with started(num_nodes=0, head_cpus=3, takes_jobs=True) as cluster:
             yield cluster
 
 

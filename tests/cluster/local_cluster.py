@@ -23,11 +23,14 @@ from elastic.storage.ledger import LedgerEvent, read_ledger
 from elastic.storage.run_file import load_run_file
 
 ROOT = Path(__file__).resolve().parents[2]
-FAST_HEALTH_CHECKS = {
+SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 250,
     "health_check_timeout_ms": 500,
     "health_check_failure_threshold": 2,
+    # A placement group waits for what the last one gave back; by default up to a second.
+    "gcs_create_placement_group_retry_min_interval_ms": 20,
+    "gcs_create_placement_group_retry_max_interval_ms": 200,
 }
 
 
@@ -71,8 +74,10 @@ class LocalCluster:
 
 
 @contextlib.contextmanager
-def started(num_nodes: int, cpus_per_node: int = 1, head_cpus: int = 0) -> Iterator[LocalCluster]:
-    """A cluster that is gone when the block ends.
+def started(
+    num_nodes: int, cpus_per_node: int = 1, head_cpus: int = 0, *, takes_jobs: bool = False
+) -> Iterator[LocalCluster]:
+    """A cluster that is gone when the block ends. With `takes_jobs`, `ray job submit` works on it.
 
     Nodes on one machine share the directory that a job's files are unpacked to, and a node that
     unpacks them anew takes them away for a moment: several jobs at once need `num_nodes=0`.
@@ -81,11 +86,11 @@ def started(num_nodes: int, cpus_per_node: int = 1, head_cpus: int = 0) -> Itera
         initialize_head=True,
         head_node_args={
             "num_cpus": head_cpus,
-            "include_dashboard": True,
+            "include_dashboard": takes_jobs,
             "dashboard_port": 0,
             # Its fixed default may be another cluster's on this machine, and then no job starts.
             "dashboard_agent_listen_port": 0,
-            "_system_config": FAST_HEALTH_CHECKS,
+            "_system_config": SYSTEM_CONFIG,
         },
     )
     local = LocalCluster(cluster)
