@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.cluster.ray_internals import read_nodes
-from elastic.policy.plan import NodeCapacity, count_workers, describe
+from elastic.policy.plan import NodeCapacity, count_workers, describe, of_one_accelerator
 
 _PROBE_TIMEOUT_S = 1.0
+# The label that Ray gives to nodes with accelerators, and whose value a user may set.
+_ACCELERATOR = "ray.io/accelerator-type"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,8 @@ class Capacity:
 
     num_workers: int
     note: str
+    selector: Mapping[str, str]
+    """Labels of the nodes they fit on."""
 
 
 def look(
@@ -31,11 +35,14 @@ def look(
     held: Mapping[str, int],
     selector: Mapping[str, str] | None = None,
     read: Callable[[], list[dict[str, Any]]] = read_nodes,
+    *,
+    mix_accelerators: bool = False,
 ) -> Capacity:
     """Count the workers that fit on the nodes which answer now.
 
     `held` gives this run's own workers by node id; what they use counts as free. `selector` keeps
-    nodes whose labels equal it. Blocks for up to a second if a node does not answer.
+    nodes whose labels equal it. Only nodes of one accelerator type count, unless they may be mixed.
+    Blocks for up to a second if a node does not answer.
     """
     nodes = [node for node in read() if _matches(node["labels"], selector)]
     alive = _answering(nodes)
@@ -45,10 +52,19 @@ def look(
             available=node["available"],
             total=node["total"],
             num_held=held.get(node["node_id"], 0),
+            accelerator=node["labels"].get(_ACCELERATOR, ""),
         )
         for node in alive
     ]
-    return Capacity(num_workers=count_workers(found, per_worker), note=describe(found, per_worker))
+    wanted = dict(selector or {})
+    alike = found if mix_accelerators else of_one_accelerator(found, per_worker)
+    note = describe(alike, per_worker)
+    if len(alike) < len(found):
+        kind = alike[0].accelerator
+        others = sorted({node.accelerator or "none" for node in found} - {kind or "none"})
+        note += f"; left out, of another accelerator than {kind or 'none'}: {', '.join(others)}"
+        wanted[_ACCELERATOR] = kind or f"!in({','.join(others)})"
+    return Capacity(num_workers=count_workers(alike, per_worker), note=note, selector=wanted)
 
 
 def answers(address: str, port: int, timeout_s: float = _PROBE_TIMEOUT_S) -> bool:

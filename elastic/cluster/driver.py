@@ -298,8 +298,10 @@ class Driver:
                     self._config.resources_per_worker,
                     self._group.held(),
                     self._config.label_selector,
+                    mix_accelerators=self._config.mix_accelerators,
                 ),
             )
+            self._host.place_on(found.selector)
             event = CapacitySeen(num_workers=found.num_workers, note=found.note)
             await self._group.on_thread(self._host.ask_for_resources)
         except Exception as error:  # noqa: BLE001 - unknown is not none: ask again

@@ -19,6 +19,7 @@ class DriverConfig:
     keep: Retention
     resources_per_worker: dict[str, float]
     label_selector: dict[str, str] | None = None
+    mix_accelerators: bool = False
     from_scratch: bool = False
     """Checkpoints of an earlier history may be left alone, and the run start at step 0."""
     from_step: int | None = None

@@ -206,7 +206,7 @@ class _Group(WorkerGroup):
             extra = placement_group(
                 [context.resources_per_worker] * missing,
                 strategy=context.placement_strategy,
-                bundle_label_selector=context.label_selector and context.label_selector[:missing],
+                bundle_label_selector=(context.label_selector or [])[:1] * missing or None,
             )
             if extra.wait(self.place_timeout_s):
                 self._extra_groups.append(extra)
@@ -300,6 +300,10 @@ class Controller(TrainController):
     """
 
     worker_group_cls = _Group
+
+    def place_on(self, selector: Mapping[str, str]) -> None:
+        """Groups that start from now on go to nodes with these labels."""
+        self._train_run_context.scaling_config.label_selector = dict(selector) or None
 
     def start_group(self, num_workers: int) -> list[GroupMember]:
         """Place and start a group and launch the training function in it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import signal
 import threading
@@ -63,6 +64,8 @@ class ElasticConfig:
     """Steps divisible by this are kept for ever."""
     recovery: str = "warm"
     """`warm`: survivors of a death keep their processes. `cold`: every failure starts all anew."""
+    mix_accelerators: bool = False
+    """One generation may have workers on GPUs, or other accelerators, of several types."""
     max_failures_without_progress: int = 5
     wait_for_capacity_s: float = 300.0
     collective_timeout_s: float = 1800.0
@@ -178,6 +181,7 @@ class ElasticTrainer(TorchTrainer):
                 keep=self._keep,
                 resources_per_worker=self.scaling_config._resources_per_worker_not_none,
                 label_selector=_one_selector(self.scaling_config),
+                mix_accelerators=self.elastic_config.mix_accelerators,
                 from_scratch=self.elastic_config.from_scratch,
                 from_step=self.elastic_config.from_step,
             ),
@@ -247,11 +251,11 @@ def _check_function(train: Callable[..., None]) -> None:
     if is_rays or len(required) > 1:
         raise TypeError(
             f"the training function must take one argument, the run: def train(run: elastic.Run). "
-            f"Found {getattr(train, '__name__', train)!s}({names}), "
-            "which looks like Ray Train's train_func(config). Here it is called once per "
-            "generation: take run, read your configuration from run.config, name your model and "
-            "optimizer with run.track(model=..., optimizer=...), which also restores them, and "
-            "loop over run.steps(...); saving and reporting are done for you"
+            f"Found {getattr(train, '__name__', train)!s}({names}), which looks like Ray Train's "
+            "train_func(config). Here it is called once per generation: take run, read your "
+            "configuration from run.config, name your model and optimizer with "
+            "run.track(model=..., optimizer=...), which also restores them, and loop over "
+            "run.steps(...); saving and reporting are done for you"
         )
 
 
@@ -379,13 +383,11 @@ def _stop_on_signals(driver: Any) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    count = 0
+    count = itertools.count(1)
 
     def handle(number: int, frame: Any) -> None:
-        nonlocal count
-        count += 1
         name = signal.Signals(number).name
-        if count >= 3:
+        if next(count) >= 3:
             raise KeyboardInterrupt
         logger.warning("%s: saving and stopping; twice more to end at once", name)
         driver.stop.remote(f"{name} received by the submitting process")

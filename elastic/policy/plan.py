@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+# What every machine has; a worker that needs more than these needs an accelerator.
+_ORDINARY = frozenset({"CPU", "memory", "object_store_memory"})
 # Ray keeps resources in ten-thousandths; a float just below a whole number is that number.
 _EPSILON = 1e-4
 
@@ -18,6 +20,8 @@ class NodeCapacity:
     total: Mapping[str, float] = field(default_factory=dict)
     num_held: int = 0
     """Workers of this run that hold resources there; they are free for a new generation."""
+    accelerator: str = ""
+    """The type of its accelerators, "" where it has none or none is told."""
 
 
 def workers_on(node: NodeCapacity, per_worker: Mapping[str, float]) -> int:
@@ -45,6 +49,26 @@ def _fit(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:
 def count_workers(nodes: Sequence[NodeCapacity], per_worker: Mapping[str, float]) -> int:
     """How many workers fit on all these nodes together."""
     return sum(workers_on(node, per_worker) for node in nodes)
+
+
+def of_one_accelerator(
+    nodes: Sequence[NodeCapacity], per_worker: Mapping[str, float]
+) -> list[NodeCapacity]:
+    """The nodes of one accelerator type, for a group is as fast as its slowest rank.
+
+    The type on which the run's workers are, or else the one with room for most workers. All nodes
+    where a worker needs no accelerator.
+    """
+    if all(name in _ORDINARY for name, amount in per_worker.items() if amount > 0):
+        return list(nodes)
+    by_type: dict[str, list[NodeCapacity]] = {}
+    for node in nodes:
+        by_type.setdefault(node.accelerator, []).append(node)
+
+    def worth(alike: list[NodeCapacity]) -> tuple[int, int]:
+        return sum(node.num_held for node in alike), count_workers(alike, per_worker)
+
+    return max(by_type.values(), key=worth, default=[])
 
 
 def describe(nodes: Sequence[NodeCapacity], per_worker: Mapping[str, float]) -> str:

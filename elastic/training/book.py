@@ -11,7 +11,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from elastic.policy.retention import Retention
@@ -42,6 +43,11 @@ class Launcher:
     """The last step that those starts finished; -1 where that is not known."""
     may_restart = False
     """Whether it will start the group again if this start fails."""
+
+    @contextmanager
+    def training(self, generation: int, world_rank: int) -> Iterator[None]:
+        """Around this rank's training, once it knows its place."""
+        yield
 
     def is_stop_asked(self) -> bool:
         """Whether the run shall save and stop. Local, no waiting."""

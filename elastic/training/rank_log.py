@@ -69,6 +69,14 @@ class RankLog:
             os.close(descriptor)
         self._originals = None
 
+    def end(self, last_word: str) -> None:
+        """Lead the output back, after a last word that goes to the log alone."""
+        if self._pump is not None and last_word:
+            self.keep()
+            self._pump.is_copying = False
+            os.write(2, last_word.encode(errors="backslashreplace"))
+        self.restore()
+
     def keep(self, wait_s: float = 2.0) -> None:
         """Make all that was written so far outlive this process, or give up after `wait_s`.
 
@@ -104,7 +112,7 @@ class _Pump:
         self._copy_to = copy_to
         self._copied = self._kept = target.start
         # A log that was led into itself would grow for ever.
-        self._is_copying = not os.path.sameopenfile(copy_to, target.read_fd)
+        self.is_copying = not os.path.sameopenfile(copy_to, target.read_fd)
         self._told_of_failure = False
         self._changed = threading.Condition()
         self._is_closed = False
@@ -161,7 +169,7 @@ class _Pump:
 
     def _copy(self) -> None:
         try:
-            while self._is_copying:
+            while self.is_copying:
                 piece = os.pread(self._target.read_fd, _PIECE_BYTES, self._copied)
                 if not piece:
                     return
@@ -170,7 +178,7 @@ class _Pump:
             return
         except OSError:
             # Nobody reads there any more, or that disk is full; the log itself has everything.
-            self._is_copying = False
+            self.is_copying = False
 
     def _keep(self) -> None:
         size = os.fstat(self._target.read_fd).st_size

@@ -75,12 +75,25 @@ def train_standalone(
         store_port=0,
         resume_step=resume_step,
     )
+    with launcher.training(generation, world_rank):
+        return _train_as(member, train, config, store, book, launcher, make_run)
+
+
+def _train_as(
+    member: Membership,
+    train: Callable[[Run], None],
+    config: TrainingConfig,
+    store: dist.Store,
+    book: Book | None,
+    launcher: Launcher,
+    make_run: Callable[..., Run],
+) -> Run:
     run: Run | None = None
     try:
         coordinator = StoreCoordinator(store, member, book, launcher)
         run, groups = _join(config, member, store, coordinator, make_run)
         if book is not None:
-            book.begin(world_size)
+            book.begin(member.world_size)
         outcome = _serve(train, run)
         # Rank 0 may hold the store that the others still ask for the last commit's outcome.
         dist.barrier(group=groups.control)

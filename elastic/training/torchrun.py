@@ -11,8 +11,10 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,9 +26,11 @@ from elastic import versions
 from elastic.policy.retention import Retention
 from elastic.policy.saves import SaveInterval
 from elastic.storage.claim import RunSpec, run_url
+from elastic.storage.filesystem import Filesystem
 from elastic.training.book import Launcher
 from elastic.training.foreign import check_trust
 from elastic.training.membership import TrainingConfig
+from elastic.training.rank_log import RankLog
 from elastic.training.run import Run
 from elastic.training.standalone import train_standalone
 
@@ -164,7 +168,9 @@ class Torchrun(Launcher):
         place: Place,
         store: dist.Store,
         on_status: Callable[[Mapping[str, Any]], None] | None = None,
+        log: RankLog | None = None,
     ) -> None:
+        self._log = log
         self.restarts = place.restarts
         self.may_restart = place.restarts < place.max_restarts
         self._store = store
@@ -173,6 +179,20 @@ class Torchrun(Launcher):
         self._num_signals = 0
         if place.restarts and store.check(["reached"]):
             self.reached_step = int(store.get("reached"))
+
+    @contextmanager
+    def training(self, generation: int, world_rank: int) -> Iterator[None]:
+        """Output goes to this rank's log, and on to where torchrun has led it; an error too."""
+        if self._log is None:
+            yield
+            return
+        self._log.switch(generation, world_rank)
+        try:
+            yield
+        except BaseException as error:
+            self._log.end("".join(traceback.format_exception(error)))
+            raise
+        self._log.end("")
 
     def is_stop_asked(self) -> bool:
         """Whether a signal has asked for it, here or, by the ranks' agreement, at any rank."""
@@ -273,7 +293,7 @@ def _train_at(
     on_status: Callable[[Mapping[str, Any]], None] | None,
 ) -> Run:
     store = place.store()
-    launcher = Torchrun(place, store, on_status)
+    launcher = Torchrun(place, store, on_status, RankLog(Filesystem.at(config.run_url)))
     launcher.listen()
     return train_standalone(
         train,

@@ -61,8 +61,8 @@ class LocalCluster:
     def dashboard_url(self) -> str:
         return f"http://{self._cluster.head_node.webui_url}"
 
-    def add(self, num_cpus: int = 1) -> Any:
-        node = self._cluster.add_node(num_cpus=num_cpus)
+    def add(self, num_cpus: int = 1, **options: Any) -> Any:
+        node = self._cluster.add_node(num_cpus=num_cpus, **options)
         self.nodes.append(node)
         return node
 

@@ -10,15 +10,19 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import checkpoint as dcp
 
 from elastic.dashboard.status import read_status
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.run_file import load_run_file
+from jobs.model import PRESETS, ModelConfig, build
 from tests.cluster.local_cluster import ROOT, LocalCluster, wait_for
 
 VENV_BIN = Path(sys.executable).parent
@@ -117,6 +121,7 @@ def test_a_newcomers_day(one_node: LocalCluster, tmp_path: Path) -> None:
         saved = kill_and_save(newcomer)
         stopped = stop(newcomer)
         assert stopped >= saved
+        export(newcomer)
         resume_and_stop_through_ray(newcomer, stopped)
         go_back(newcomer, saved)
     finally:
@@ -141,6 +146,10 @@ def kill_and_save(newcomer: Newcomer) -> int:
     status = newcomer.asks("status", newcomer.run)
     os.kill(status["ranks"][-1]["pid"], signal.SIGKILL)
     newcomer.wait_until("a restart", restarts=1)
+    (death,) = newcomer.asks("events", newcomer.run, "--kind", "worker_died")
+    assert death["world_rank"] == status["ranks"][-1]["world_rank"]
+    newest = newcomer.elastic("logs", newcomer.run, "--rank", "0")
+    assert all(line.startswith(("g1 rank0 | ", "g2 rank0 | ")) for line in newest.splitlines())
     newcomer.wait_until("steps after it", state="RUNNING", step=3)
     said = newcomer.elastic("save", newcomer.run, "--timeout", "60")
     step = int(re.fullmatch(r"saved step (\d+)\n", said)[1])
@@ -163,6 +172,22 @@ def stop(newcomer: Newcomer) -> int:
     assert (row["name"], row["state"]) == ("demo", "STOPPED") and 0 < row["goodput"] < 1
     newcomer.elastic("stop", newcomer.run, code=2)  # nobody is at it any more
     return step
+
+
+def export(newcomer: Newcomer) -> None:
+    """The file gives the logits of the checkpoint, as torch's own loader reads it."""
+    out = newcomer.storage / "model.pt"
+    newcomer.elastic("export", newcomer.run, "--out", str(out))
+    checkpoint = newcomer.asks("checkpoints", "list", newcomer.run)[-1]
+    exported, expected = (build(ModelConfig(**vars(PRESETS["nano"])), seed=n) for n in (1, 2))
+    exported.load_state_dict(torch.load(out, weights_only=True))
+    state = {"model": expected.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # one process is what is meant here
+        dcp.load(state, checkpoint_id=f"{newcomer.run}/{checkpoint['path']}")
+    expected.load_state_dict(state["model"])
+    tokens = torch.arange(64).reshape(2, 32)
+    assert torch.equal(exported(tokens), expected(tokens))
 
 
 def resume_and_stop_through_ray(newcomer: Newcomer, stopped: int) -> None:

@@ -48,6 +48,10 @@ def test_ranks_killed_then_another_size(tmp_path: Path) -> None:
     assert [event.data["lost_steps"] >= 0 for event in events(run, "recovered")] == [True] * 2
     resumed = [event.step for event in events(run, "resumed")]
     assert resumed[0] >= 10 and resumed[1] >= 30
+    logs = run / "logs"
+    assert "Traceback (most" in (logs / "g0/rank0.log").read_text()  # of rank 0, whose peer died
+    assert "step 60: loss" not in (logs / "g2/rank0.log").read_text()  # told when it was over
+    assert sorted(path.name for path in (logs / "g2").iterdir()) == ["rank0.log", "rank1.log"]
     assert "Traceback" not in err  # a rank that lost its peer says so in one line
     status = read_status(Filesystem.at(str(run)), load(run), now_s=time.time())
     assert (status.state, status.restarts, status.step) == ("FINISHED", 2, 60)

@@ -1,0 +1,1 @@
+"""Soaks: what must hold every time, done many times."""

@@ -1,0 +1,71 @@
+"""The command line of the soaks: `python -m jobs.soak submits --count 20 --json PATH`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 all went well every time, 1 something did not, 2 wrong usage."""
+    arguments = _parser().parse_args(argv)
+    print(f"seed {arguments.seed}", flush=True)
+    found: dict[str, Any] = arguments.soak(arguments)
+    if arguments.json:
+        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+        print(f"written to {arguments.json}")
+    for failure in found["failures"]:
+        print(f"failed: {failure}")
+    print(f"{len(found['failures'])} failures")
+    return 1 if found["failures"] else 0
+
+
+def _submits(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jobs.soak import submits
+
+    return submits.soak(arguments.count, arguments.seed, _say)
+
+
+def _reforms(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jobs.soak import reforms
+
+    return reforms.soak(arguments.count, arguments.seed, _say)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {text!r}")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jobs.soak", description=__doc__)
+    soaks = parser.add_subparsers(required=True, metavar="SOAK")
+    for name, soak, count, what in (
+        ("submits", _submits, 20, "two submissions of one name at once, through two clusters"),
+        (
+            "reforms",
+            _reforms,
+            50,
+            "re-forms in a row, and what the surviving process gains by them",
+        ),
+    ):
+        one = soaks.add_parser(name, help=what, description=what)
+        one.add_argument("--count", type=_count, default=count, help="how many times")
+        one.add_argument("--seed", type=int, default=random.randrange(2**32))
+        one.add_argument("--json", metavar="PATH", help="write what was found here")
+        one.set_defaults(soak=soak)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
