@@ -50,7 +50,9 @@ class Rules:
     nodes do not count: they say nothing about the run."""
     wait_for_capacity_s: float = 300.0
     grow_interval_s: float = 60.0
-    """A generation lives at least this long before it is ended in order to grow."""
+    """A generation lives at least this long before it is ended in order to grow; twice as long for
+    each growth before it that was soon lost again, so that a node that comes and goes causes few
+    re-forms."""
     gather_s: float = 3.0
     """How long victims' errors wait for the word of the rank at fault."""
     leave_s: float = 600.0
@@ -90,6 +92,12 @@ class Situation:
     num_joiners: int = 0
     """New workers that are warm and wait for the next re-form."""
     tried_to_grow_s: float = float("-inf")
+    is_growing: bool = False
+    """The next generation will be larger than this one."""
+    grown_s: float | None = None
+    """When this generation began, if it is larger than the one before it and has lost nobody."""
+    num_flaps: int = 0
+    """Growths in a row that were lost again before they had lasted as long as was waited for."""
     errors: tuple[RankError, ...] = ()
     deaths: tuple[WorkerDied, ...] = ()
     left: frozenset[int] = frozenset()

@@ -61,6 +61,8 @@ class IllegalEvent(AssertionError):
 # Errors of ours that say the run's input does not fit: trying again gives the same answer.
 FINAL_ERRORS = ("StateMismatch", "NoSoundCheckpoint", "InvalidInput")
 
+_MOST_DOUBLINGS = 10
+
 Handler = Callable[[Rules, Situation, Event, float], Decision]
 
 
@@ -160,6 +162,8 @@ def _started(rules: Rules, now: Situation, event: Event, time_s: float) -> Decis
         # Fewer than planned, if one more was found dead while the others were told.
         world_size=event.world_size,
         since_s=time_s,
+        is_growing=False,
+        grown_s=time_s if now.is_growing else None,
         waiting_since_s=None,
         ceiling=None,
         reason=reason,
@@ -268,11 +272,11 @@ def _grow_or_not(rules: Rules, now: Situation, event: Event, time_s: float) -> D
     assert isinstance(event, CapacitySeen)
     size = min(event.num_workers, rules.max_workers)
     since_s = max(now.since_s, now.tried_to_grow_s)
-    if size <= now.world_size or time_s - since_s < rules.grow_interval_s or now.is_joining:
+    if size <= now.world_size or time_s - since_s < _growth_wait_s(rules, now) or now.is_joining:
         return Decision(situation=now)
     if not rules.warm:
         reason = f"growing from {now.world_size} to {size} workers after a save: {event.note}"
-        return _leave(now, Then.RESTART, reason, time_s)
+        return _leave(replace(now, is_growing=True), Then.RESTART, reason, time_s)
     new = replace(now, is_joining=True, tried_to_grow_s=time_s)
     reason = f"starting {size - now.world_size} workers beside the {now.world_size} that train"
     planned = Record(
@@ -285,6 +289,18 @@ def _grow_or_not(rules: Rules, now: Situation, event: Event, time_s: float) -> D
     return Decision(situation=new, commands=commands, reason=now.reason)
 
 
+def _growth_wait_s(rules: Rules, now: Situation) -> float:
+    return rules.grow_interval_s * float(2 ** min(now.num_flaps, _MOST_DOUBLINGS))
+
+
+def _judge_growth(rules: Rules, now: Situation, time_s: float) -> Situation:
+    """Whether the last growth was worth its re-form, now that a worker of its group has died."""
+    if now.grown_s is None:
+        return now
+    is_flap = time_s - now.grown_s < _growth_wait_s(rules, now)
+    return replace(now, grown_s=None, num_flaps=now.num_flaps + 1 if is_flap else 0)
+
+
 def _grow(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     """The new workers are warm: the group saves at a step and re-forms with them."""
     assert isinstance(event, JoinersReady)
@@ -295,7 +311,7 @@ def _grow(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision
 def _take_in(now: Situation, time_s: float) -> Decision:
     size = now.world_size + now.num_joiners
     reason = f"growing from {now.world_size} to {size} workers after a save"
-    return _leave(now, Then.REFORM, reason, time_s)
+    return _leave(replace(now, is_growing=True), Then.REFORM, reason, time_s)
 
 
 def _joiners_wait(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
@@ -420,6 +436,7 @@ def _fail(
     cause = first_cause(now.errors, now.deaths)
     reason = headline(cause, now.errors)
     new = replace(now, phase=Phase.STOPPING, since_s=time_s, reason=reason, then=Then.RESTART)
+    new = replace(new, is_growing=False)
     gave_up = ""
     if isinstance(cause, RankError):
         new = replace(new, error=cause, num_user_errors=now.num_user_errors + 1)
@@ -427,6 +444,8 @@ def _fail(
             gave_up = f"{reason} (a restart cannot mend this)"
         elif 0 <= rules.max_failures < new.num_user_errors:
             gave_up = f"{reason} (restarts granted for exceptions: {rules.max_failures})"
+    if isinstance(cause, WorkerDied):
+        new = _judge_growth(rules, new, time_s)
     if not (isinstance(cause, WorkerDied) and cause.node_lost):
         new, stuck = _count_failure(rules, new)
         gave_up = gave_up or stuck

@@ -293,6 +293,42 @@ class TestWarmGrowth:
             drive(e.CapacitySeen(num_workers=4), e.JoinersFailed(reason="gone"), after_s=0.1)
         assert drive.kinds().count("growth_planned") <= 10
 
+    def come(self, drive: Drive) -> None:
+        """A fourth worker is taken in."""
+        generation, size = drive.now.generation, drive.now.world_size
+        drive(e.JoinersReady(num=1))
+        drive(*[e.RankLeft(generation=generation, world_rank=r, step=40) for r in range(size)])
+        drive(e.GroupStarted(generation=generation + 1, world_size=size + 1))
+
+    def go(self, drive: Drive) -> None:
+        """The last rank is lost with its node."""
+        lost = {"world_rank": drive.now.world_size - 1, "node_lost": True, "detail": "gone"}
+        drive(e.WorkerDied(generation=drive.now.generation, **lost))
+        drive(e.GroupStarted(generation=drive.now.generation, world_size=drive.now.world_size))
+
+    @pytest.mark.parametrize("stays_s", [0.0, 3.0, 9.0])
+    def test_a_node_that_comes_and_goes_causes_few_re_forms(self, stays_s: float):
+        drive = Drive(WARM).running(3)
+        num_grown = 0
+        while drive.time_s < 3600.0:
+            if drive(e.CapacitySeen(num_workers=4), after_s=1.0):
+                self.come(drive)
+                num_grown += 1
+                drive(e.Tick(), after_s=stays_s)
+                self.go(drive)
+        assert 3 < num_grown <= 9  # 10 + 20 + 40 + ... s of waiting fill the hour
+
+    def test_a_growth_that_lasts_ends_the_suspicion(self):
+        drive = Drive(WARM).running(3)
+        for stays_s in (1.0, 1.0, 100.0):
+            while not drive(e.CapacitySeen(num_workers=4), after_s=1.0):
+                pass
+            self.come(drive)
+            drive(e.Tick(), after_s=stays_s)
+            self.go(drive)
+        assert drive.now.num_flaps == 0
+        assert drive(e.CapacitySeen(num_workers=4), after_s=11.0)[-1] == e.StartJoiners(num=1)
+
     def test_a_stop_goes_before_growth(self):
         drive = self.grown()
         drive(e.JoinersReady(num=1))
