@@ -39,6 +39,8 @@ with collector_paused():
     from elastic.training.run import Run
 
 _SAVE_ENDS_S = 2.0
+# The end of a peer that died is known within milliseconds; that of one whose network is cut, never.
+_COMES_BY_ITSELF_S = 0.5
 
 TrainFunction = Callable[[Run], None]
 
@@ -58,6 +60,14 @@ class _Mailbox:
         with self._changed:
             self._member, self._driver = member, driver
             self._changed.notify_all()
+        threading.Thread(target=self._wake, args=(member.generation,), daemon=True).start()
+
+    def _wake(self, generation: int) -> None:
+        """Free a training thread that waits for a peer which is gone without a word."""
+        with self._changed:  # held to the end: the sockets of the next generation must not go too
+            came = self._changed.wait_for(lambda: self._served >= generation, _COMES_BY_ITSELF_S)
+            if not came and self._served >= 0:
+                process_group.wake()
 
     def post_orders(self, generation: int, orders: Orders) -> None:
         with self._changed:
@@ -82,6 +92,7 @@ class _Mailbox:
             )
             assert self._member is not None
             self._served = self._member.generation
+            self._changed.notify_all()
             return self._member, self._driver
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,11 +20,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
+from elastic.training.group_sockets import GroupSockets
 from elastic.training.membership import Membership
 from elastic.training.meshes import forget_meshes
 
 _STORE_S = 30.0
+_MOST_PORTS = 8
 _LOOK_UP = timedelta(milliseconds=200)
+
+
+_sockets = GroupSockets()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,7 @@ def connect(
     )
     store = dist.PrefixStore(f"generation-{member.generation}", store)
     _meet(store, member, timeout_s, is_superseded)
+    _sockets.begin()
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
         store=store,
@@ -84,7 +90,16 @@ def connect(
     )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     saves = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    _sockets.find(lambda mine: _all_ports(mine, control))
     return Groups(control=control, saves=saves)
+
+
+def _all_ports(mine: Sequence[int], control: dist.ProcessGroup) -> set[int]:
+    padded = torch.zeros(_MOST_PORTS, dtype=torch.int64)
+    padded[: len(mine)] = torch.tensor(mine[:_MOST_PORTS], dtype=torch.int64)
+    found = [torch.zeros_like(padded) for _ in range(control.size())]
+    dist.all_gather(found, padded, group=control)
+    return {int(port) for ports in found for port in ports if port}
 
 
 def _meet(
@@ -129,8 +144,17 @@ def rehearse(device: torch.device) -> None:
     forget_meshes()
 
 
+def wake() -> int:
+    """End what this process waits for in its gloo groups; how many sockets it took.
+
+    From any thread. The groups are of no use afterwards.
+    """
+    return _sockets.shut_down()
+
+
 def disconnect() -> None:
-    """Leave the process groups without asking the peers, who may be gone."""
+    """Leave the process groups without asking the peers, who may be gone or stand still."""
+    wake()
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

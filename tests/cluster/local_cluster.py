@@ -104,6 +104,11 @@ def started(
             ray.shutdown()
         cluster.shutdown()
 
+    def raylet(self, node_id: str) -> int:
+        """Its process."""
+        node = next(node for node in self.nodes if node.node_id == node_id)
+        return int(node.all_processes["raylet"][0].process.pid)
+
 
 class Job:
     """`python -m jobs.pretrain` on a cluster, as a user runs it, and its run directory."""

@@ -1,0 +1,140 @@
+"""Joining and leaving a generation: no port is chosen early, and no peer is asked on the way out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.training import process_group
+from elastic.training.group_sockets import GroupSockets
+from elastic.training.membership import Membership
+from tests.dist.processes import run_ranks
+
+
+def member(rank: int, world_size: int, port: int, generation: int = 0) -> Membership:
+    return Membership(
+        run_id="run",
+        generation=generation,
+        world_rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        node_rank=0,
+        store_host="127.0.0.1",
+        store_port=port,
+        resume_step=None,
+    )
+
+
+def test_a_port_that_is_taken_between_two_generations_is_not_missed():  # B77
+    first = process_group.open_store("127.0.0.1")
+    port = first.port
+    del first
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        second = process_group.open_store("127.0.0.1")
+        assert second.port != port
+        client = dist.TCPStore("127.0.0.1", second.port, is_master=False, wait_for_workers=False)
+        client.set("word", "heard")
+        assert second.get("word") == b"heard"
+
+
+def test_a_rank_of_an_older_generation_cannot_join():  # B77
+    server = process_group.open_store("127.0.0.1")
+    late = member(1, 2, server.port, generation=3)
+    newer = dist.PrefixStore("generation-4", server)
+    newer.add("here", 1)
+    try:
+        process_group.connect(
+            late, use_cuda=False, timeout_s=30.0, is_superseded=lambda: True
+        )
+    except process_group.Superseded:
+        pass
+    else:
+        raise AssertionError("joined")
+    assert newer.add("here", 0) == 1
+
+
+def joined(rank: int, world_size: int) -> process_group.Groups:
+    """This rank in a group as a generation makes it, in place of the helper's."""
+    server = process_group.open_store("127.0.0.1") if rank == 0 else None
+    port = [server.port if server else 0]
+    dist.broadcast_object_list(port, src=0)
+    dist.destroy_process_group()
+    return process_group.connect(
+        member(rank, world_size, port[0]), use_cuda=False, timeout_s=50.0, server=server
+    )
+
+
+def beside_a_standing_peer(rank: int, world_size: int, folder: str, how: str) -> float:
+    """How long rank 0 needs to get away from rank 1, which is stopped by SIGSTOP meanwhile."""
+    joined(rank, world_size)
+    pid = Path(folder, how)
+    if rank == 1:
+        pid.with_suffix(".new").write_text(str(os.getpid()))
+        pid.with_suffix(".new").rename(pid)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0.0
+    while not pid.exists():
+        time.sleep(0.01)
+    peer = int(pid.read_text())
+    try:
+        while Path(f"/proc/{peer}/stat").read_text().rsplit(") ", 1)[1][0] != "T":
+            time.sleep(0.01)
+        begun_s = time.monotonic()
+        if how == "woken":
+            threading.Timer(0.5, process_group.wake).start()
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.ones(1))
+        else:
+            dist.all_reduce(torch.ones(1), async_op=True)
+        process_group.disconnect()
+        return time.monotonic() - begun_s
+    finally:
+        os.kill(peer, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["woken", "leaves"])
+def test_a_peer_that_stands_still_holds_nobody(tmp_path: Path, how: str):  # B83
+    took_s, _ = run_ranks(beside_a_standing_peer, 2, str(tmp_path), how, may_die={1})
+    assert took_s < 3.0
+
+
+def keeps_what_is_not_gloos(rank: int, world_size: int) -> tuple[int, bytes]:
+    """How many sockets were found, and what a connection says that is opened at the same time."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process_group._sockets = sockets = _OpensOneMore(server.getsockname())
+        joined(rank, world_size)
+        found = len(sockets)
+        accepted, _ = server.accept()
+        process_group.wake()
+        accepted.sendall(b"still here")
+        return found, sockets.another.recv(10)
+
+
+class _OpensOneMore(GroupSockets):
+    """Another part of the program connects to somewhere while the groups are made."""
+
+    def __init__(self, address: Any) -> None:
+        super().__init__()
+        self._address = address
+
+    def begin(self) -> None:
+        super().begin()
+        self.another = socket.create_connection(self._address)
+
+
+def test_other_connections_of_the_process_stay():
+    # Two peers in each of three groups.
+    assert run_ranks(keeps_what_is_not_gloos, 3) == [(6, b"still here")] * 3
