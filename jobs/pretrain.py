@@ -10,26 +10,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic import versions
 from elastic.importing import collector_paused
 from elastic.storage.run_file import free_name
 from jobs import ray_cluster
+from jobs.pretrain_arguments import InvalidInput, check, identity_of, parser, storage_of
 from jobs.report import Progress, report, stopped_line, summary
 
 if TYPE_CHECKING:
     import elastic
     from elastic.training.torchrun import Place
-
-DEFAULT_STORAGE = Path("~/elastic-runs").expanduser()
-OPTIMIZERS = ("adamw", "sgd")
 
 
 def train(run: elastic.Run) -> None:
@@ -82,159 +78,8 @@ def train(run: elastic.Run) -> None:
 
 def rehearsal(argv: Sequence[str]) -> tuple[Callable[[elastic.Run], None], dict[str, Any]]:
     """What `elastic rehearse jobs/pretrain.py -- ARGS` runs; the rehearsal counts the steps."""
-    config, _ = check(_parser().parse_args(argv))
+    config, _ = check(parser(__doc__).parse_args(argv))
     return train, {**config, "steps": sys.maxsize}
-
-
-# --- command line --------------------------------------------------------------------------------
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jobs.pretrain", description=__doc__)
-    parser.add_argument("--name", help="the run; the same name resumes (default: a new one)")
-    parser.add_argument(
-        "--storage", default=None, help=f"path or URL for all runs (default {DEFAULT_STORAGE})"
-    )
-    parser.add_argument("--data", help="text or Parquet (default: Python's library)")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps in all")
-    parser.add_argument("--num-workers", default="2", metavar="N|MIN:MAX")
-    parser.add_argument("--global-batch", type=int, default=32, help="samples per step")
-    parser.add_argument("--micro-batch", type=int, default=8, help="samples per forward")
-    parser.add_argument("--sequence-length", type=int, default=128, help="tokens per sample")
-    parser.add_argument("--model", default="tiny", help="model preset")
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--warmup-steps", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-every", default="50steps", help="such as 50, 50steps or 60s")
-    parser.add_argument("--save-behind", choices=("skip", "wait"), default="skip")
-    parser.add_argument("--keep", type=int, default=3, help="newest checkpoints to keep; -1 all")
-    parser.add_argument("--keep-every", type=int, help="also keep steps divisible by this")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
-    parser.add_argument("--max-failures", type=int, default=0, help="restarts for exceptions")
-    parser.add_argument("--grow-interval", type=float, default=60.0, metavar="SECONDS")
-    parser.add_argument("--wait-for-capacity", type=float, default=300.0, metavar="SECONDS")
-    parser.add_argument(
-        "--accept-change",
-        action="append",
-        default=[],
-        metavar="FIELD",
-        help="resume although this field differs from what the run was begun with",
-    )
-    parser.add_argument("--from-step", type=int, metavar="N", help="go back to this checkpoint")
-    parser.add_argument("--fresh", action="store_true", help="a new run NAME-2 if there is NAME")
-    parser.add_argument("--json", metavar="PATH", help="write the summary here")
-    parser.add_argument("--quiet", action="store_true", help="no progress lines")
-    return parser
-
-
-class InvalidInput(ValueError):
-    """Arguments that cannot work; the message says what to do."""
-
-
-def parse_workers(text: str) -> int | tuple[int, int]:
-    """`"3"` to 3, `"2:4"` to (2, 4).
-
-    Raises:
-        InvalidInput: it is neither, or names no possible group.
-    """
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
-    if found is None:
-        raise InvalidInput(f"--num-workers is N or MIN:MAX, such as 2 or 2:4; found {text!r}")
-    low, high = int(found[1]), int(found[2] or found[1])
-    if low < 1 or high < low:
-        raise InvalidInput(
-            f"--num-workers needs at least 1 worker and MIN not above MAX; found {text!r}"
-        )
-    return low if found[2] is None else (low, high)
-
-
-def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[int, int]]:
-    """The training function's configuration and the number of workers, all checked.
-
-    Raises:
-        InvalidInput: something cannot work.
-    """
-    from elastic.policy.saves import SaveInterval
-    from jobs.text import prepare
-
-    with collector_paused():
-        from jobs.model import PRESETS
-
-    num_workers = parse_workers(arguments.num_workers)
-    smallest = num_workers if isinstance(num_workers, int) else num_workers[0]
-    for name in ("steps", "global_batch", "micro_batch", "sequence_length", "warmup_steps"):
-        if getattr(arguments, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            raise InvalidInput(f"{flag} must be at least 1; found {getattr(arguments, name)}")
-    if arguments.global_batch < smallest:
-        raise InvalidInput(
-            f"--global-batch {arguments.global_batch} gives less than one sample to each of "
-            f"{smallest} workers, the smallest group asked for: raise --global-batch to at least "
-            f"{smallest}, or lower --num-workers"
-        )
-    if arguments.model not in PRESETS:
-        raise InvalidInput(f"--model is one of {', '.join(PRESETS)}; found {arguments.model!r}")
-    try:
-        SaveInterval.parse(arguments.save_every)
-        text = prepare(
-            arguments.data,
-            sequence_length=arguments.sequence_length,
-            min_samples=arguments.global_batch,
-        )
-    except ValueError as error:
-        raise InvalidInput(str(error)) from error
-    model = {**vars(PRESETS[arguments.model]), "dropout": arguments.dropout}
-    model["vocab_size"] = text.vocab_size
-    config = {
-        "data": text.data,
-        "data_identity": text.identity,
-        "model": model,
-        **{
-            name: getattr(arguments, name)
-            for name in (
-                "steps",
-                "global_batch",
-                "micro_batch",
-                "sequence_length",
-                "optimizer",
-                "lr",
-                "warmup_steps",
-                "dtype",
-            )
-        },
-    }
-    return config, num_workers
-
-
-def identity_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What makes this the same run again; where the data lies and how long to train do not."""
-    operational = ("steps", "micro_batch", "data")
-    return {key: value for key, value in config.items() if key not in operational}
-
-
-def storage_of(arguments: argparse.Namespace) -> str:
-    """Where runs go: an absolute path or URL, never a folder that a job would ship.
-
-    Raises:
-        InvalidInput: relative, or inside the working directory.
-    """
-    storage = str(arguments.storage or DEFAULT_STORAGE)
-    if "://" in storage and not storage.startswith("file://"):
-        return storage
-    path = Path(storage.removeprefix("file://"))
-    if not path.is_absolute():
-        raise InvalidInput(
-            f"--storage must be an absolute path or a URL; found {storage!r}. A relative path "
-            f"means another place on every node: use {path.absolute()} if all nodes share it"
-        )
-    if Path.cwd() != Path("/") and path.resolve().is_relative_to(Path.cwd().resolve()):
-        raise InvalidInput(
-            f"--storage {storage} lies inside the working directory {Path.cwd()}, which a job "
-            "ships to the cluster: choose a place outside it"
-        )
-    return str(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -246,13 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     place = _place()
     if place is None:
-        arguments = _parser().parse_args(argv)
+        arguments = parser(__doc__).parse_args(argv)
         say = _say
     else:
         # All ranks find the same fault in the same arguments, and find it again in each restart.
         is_told = place.world_rank > 0 or place.restarts > 0
         with contextlib.redirect_stderr(None) if is_told else contextlib.nullcontext():
-            arguments = _parser().parse_args(argv)
+            arguments = parser(__doc__).parse_args(argv)
         arguments.num_workers = str(place.world_size)
         say = place.say_once
     try:
@@ -318,6 +163,8 @@ def _train_under_torchrun(
             keep_every=arguments.keep_every,
             identity=identity_of(config),
             accept_changes=arguments.accept_change,
+            load_from=arguments.load_from,
+            trust_foreign=arguments.trust_foreign,
             on_status=None if arguments.quiet else Progress(arguments.steps),
             place=place,
         )
@@ -374,6 +221,8 @@ def _train(
                 identity=identity_of(config),
                 accept_changes=arguments.accept_change,
                 from_step=arguments.from_step,
+                load_from=arguments.load_from,
+                trust_foreign=arguments.trust_foreign,
             ),
         )
     except (ValueError, TypeError) as error:

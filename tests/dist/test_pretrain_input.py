@@ -37,6 +37,11 @@ def test_numbers_that_make_no_step(capsys, flag: str):
     assert flag in refused(capsys, flag, "0")
 
 
+def test_weights_of_others_that_are_not_said_to_be_trusted(capsys):  # B90
+    said = refused(capsys, "--load-from", "/mnt/theirs")
+    assert "/mnt/theirs" in said and "--trust-foreign" in said
+
+
 def test_save_interval_that_is_none(capsys):
     assert "'soon'" in refused(capsys, "--save-every", "soon")
 

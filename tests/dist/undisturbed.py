@@ -11,6 +11,7 @@ from elastic.storage.claim import RunSpec
 from elastic.training.membership import TrainingConfig
 from elastic.training.standalone import train_standalone
 from jobs import pretrain
+from jobs.pretrain_arguments import check, parser
 from jobs.report import summary
 from tests.dist.processes import run_ranks
 from tests.dist.standalone_run import own_store
@@ -24,8 +25,8 @@ def undisturbed(world_size: int, storage: Path, *flags: str) -> dict[str, Any]:
 
 
 def _rank(rank: int, world_size: int, url: str, flags: tuple[str, ...]) -> None:
-    arguments = pretrain._parser().parse_args([*flags, "--num-workers", str(world_size)])
-    config, _ = pretrain.check(arguments)
+    arguments = parser(None).parse_args([*flags, "--num-workers", str(world_size)])
+    config, _ = check(arguments)
     train_standalone(
         pretrain.train,
         TrainingConfig(
