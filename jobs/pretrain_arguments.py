@@ -107,11 +107,7 @@ def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[in
         )
     if arguments.model not in PRESETS:
         raise InvalidInput(f"--model is one of {', '.join(PRESETS)}; found {arguments.model!r}")
-    if arguments.load_from and not arguments.trust_foreign:
-        raise InvalidInput(
-            f"--load-from {arguments.load_from} was not written by this run: add --trust-foreign "
-            "if everybody who can write there may decide what the model begins with"
-        )
+    _check_trust(arguments)
     try:
         SaveInterval.parse(arguments.save_every)
         text = prepare(
@@ -142,6 +138,14 @@ def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[in
         },
     }
     return config, num_workers
+
+
+def _check_trust(arguments: argparse.Namespace) -> None:
+    if arguments.load_from and not arguments.trust_foreign:
+        raise InvalidInput(
+            f"--load-from {arguments.load_from} was not written by this run: add --trust-foreign "
+            "if everybody who can write there may decide what the model begins with"
+        )
 
 
 def identity_of(config: dict[str, Any]) -> dict[str, Any]:
