@@ -72,6 +72,12 @@ class LocalCluster:
         self.nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
+    def raylet(self, node_id: str) -> subprocess.Popen[bytes]:
+        """Its process. Once it has ended it has to be polled: workers take a zombie for alive."""
+        node = next(node for node in self.nodes if node.node_id == node_id)
+        raylet: subprocess.Popen[bytes] = node.all_processes["raylet"][0].process
+        return raylet
+
 
 @contextlib.contextmanager
 def started(
@@ -103,11 +109,6 @@ def started(
         with contextlib.suppress(Exception):
             ray.shutdown()
         cluster.shutdown()
-
-    def raylet(self, node_id: str) -> int:
-        """Its process."""
-        node = next(node for node in self.nodes if node.node_id == node_id)
-        return int(node.all_processes["raylet"][0].process.pid)
 
 
 class Job:

@@ -27,7 +27,8 @@ def test_survivors_are_woken_and_what_comes_back_is_ended(
         job.wait_for_commit(10)
         before = job.ranks()
         gone = before[0]  # which holds the store, too
-        stopped = [gone["pid"], three_nodes.raylet(gone["node_id"])]
+        raylet = three_nodes.raylet(gone["node_id"])
+        stopped = [gone["pid"], raylet.pid]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -43,7 +44,8 @@ def test_survivors_are_woken_and_what_comes_back_is_ended(
         finally:
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
-        wait_for("the end of the worker that came back", lambda: not is_running(gone["pid"]))
+        wait_for("the end of the raylet that came back", lambda: raylet.poll() is not None)
+        wait_for("the end of its worker", lambda: not is_running(gone["pid"]))
         job.wait_for_commit(newest + 10)  # the others were not disturbed
         assert len(job.events("generation_started")) == 2
     three_nodes.remove(gone["node_id"])
