@@ -22,7 +22,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     found.add_argument("--data", help="text or Parquet (default: Python's library)")
     found.add_argument("--steps", type=int, default=200, help="optimizer steps in all")
-    found.add_argument("--num-workers", default="2", metavar="N|MIN:MAX")
+    found.add_argument(
+        "--num-workers",
+        default="1:2",
+        metavar="N|MIN:MAX",
+        help="with a range it goes on with what is left (default 1:2)",
+    )
     found.add_argument("--global-batch", type=int, default=32, help="samples per step")
     found.add_argument("--micro-batch", type=int, default=8, help="samples per forward")
     found.add_argument("--sequence-length", type=int, default=128, help="tokens per sample")
@@ -32,7 +37,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--lr", type=float, default=1e-3)
     found.add_argument("--warmup-steps", type=int, default=20)
     found.add_argument("--seed", type=int, default=0)
-    found.add_argument("--save-every", default="50steps", help="such as 50, 50steps or 60s")
+    found.add_argument(
+        "--save-every", default="20steps", help="such as 50, 20steps (default) or 60s"
+    )
     found.add_argument("--save-behind", choices=("skip", "wait"), default="skip")
     found.add_argument("--keep", type=int, default=3, help="newest checkpoints to keep; -1 all")
     found.add_argument("--keep-every", type=int, help="also keep steps divisible by this")

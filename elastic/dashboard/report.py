@@ -15,6 +15,8 @@ from elastic.storage.ledger import LedgerEvent
 UNSAID = "-"
 MOST_PIDS = 8
 
+_MOST_DETAIL = 200
+
 
 def status_text(status: RunStatus) -> str:
     """One fact a line; what the run has not said yet is a dash. Then what a dead rank said last."""
@@ -45,7 +47,7 @@ def events_text(events: Sequence[LedgerEvent]) -> str:
             _or_dash(event.generation),
             _or_dash(event.step),
             _or_dash(event.world_rank),
-            "; ".join(filter(None, [event.reason, _pairs(event.data)])),
+            "; ".join(filter(None, [_brief(event.reason), _pairs(event.data)])),
         ]
         for event in events
     ]
@@ -137,10 +139,15 @@ def _or_dash(number: int | None) -> str:
     return UNSAID if number is None or number < 0 else str(number)
 
 
+def _brief(text: str) -> str:
+    """Not all of a long one: tracebacks are for --json and `elastic logs`."""
+    return text if len(text) <= _MOST_DETAIL else f"{text[:_MOST_DETAIL]} ..."
+
+
 def _pairs(data: Mapping[str, object]) -> str:
     """The scalar facts of an event; nested ones are for --json."""
     return " ".join(
-        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={_brief(str(value))}"
         for name, value in data.items()
         if isinstance(value, str | int | float)
     )

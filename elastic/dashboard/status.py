@@ -149,7 +149,9 @@ def state_of(events: Sequence[LedgerEvent], *, silent_s: float) -> tuple[str, st
         after = _state_after(event)
         if after is None:
             continue
-        if after != state or event.reason:
+        if event.kind == "recovered":
+            reason = ""  # it tells of a failure that is over
+        elif after != state or event.reason:
             reason = event.reason
         state = after
     if state in TERMINAL or silent_s <= STALE_AFTER_S:

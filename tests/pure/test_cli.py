@@ -559,3 +559,15 @@ def test_json_is_strict() -> None:
         "a": [None, 1.5],
         "b": [1],
     }
+
+
+def test_a_long_traceback_does_not_fill_the_terminal(run: ARun) -> None:
+    run.event("rank_failed", 12, reason="boom", data={"traceback": "x" * 5000})
+    line = ask("events", run.root).output.splitlines()[-1]
+    assert len(line) < 400 and line.endswith(" ...")
+    assert answer("events", run.root)[-1]["data"]["traceback"] == "x" * 5000
+
+
+def test_a_failure_that_is_over_is_not_the_reason_any_more(recovered: ARun) -> None:
+    recovered.event("recovered", 39, generation=1, step=32, reason="rank 1 died")
+    assert recovered.status().reason == ""
