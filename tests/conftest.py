@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before anything imports torch or starts a process: several ranks share few cores here, and
 # a thread pool per rank makes every collective wait for a descheduled peer.
@@ -13,6 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+# A busy machine stands still for longer than the 200 ms that an example may take by default; what
+# hangs is found by the limit of each test.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 PRICES = ("pure", "dist", "cluster", "browser", "gpu")
 TESTS = Path(__file__).resolve().parent
