@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import ray
 
-from tests.cluster.local_cluster import LocalCluster, started
+from tests.cluster.local_cluster import PATH, LocalCluster, started
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +22,7 @@ def one_node() -> Iterator[LocalCluster]:
     """A single node with three CPUs, which takes jobs: nodes on one machine would get in each
     other's way when they unpack a job's files. Its `python` is this one."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        patched.setenv("PATH", PATH)
         with started(num_nodes=0, head_cpus=3, takes_jobs=True) as cluster:
             yield cluster
 

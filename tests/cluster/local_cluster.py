@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,17 +22,12 @@ from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerEvent, read_ledger
 from elastic.storage.run_file import load_run_file
+from jobs.bench.cluster import FAST_HEALTH_CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
-SYSTEM_CONFIG = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 250,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 2,
-    # A placement group waits for what the last one gave back; by default up to a second.
-    "gcs_create_placement_group_retry_min_interval_ms": 20,
-    "gcs_create_placement_group_retry_max_interval_ms": 200,
-}
+# So that `python` on the cluster is the one that has this project's dependencies.
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+RAY = shutil.which("ray", path=PATH) or "ray"
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = 90.0) -> Any:
@@ -79,6 +75,14 @@ class LocalCluster:
         return raylet
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def started(
     num_nodes: int, cpus_per_node: int = 1, head_cpus: int = 0, *, takes_jobs: bool = False
@@ -96,7 +100,7 @@ def started(
             "dashboard_port": 0,
             # Its fixed default may be another cluster's on this machine, and then no job starts.
             "dashboard_agent_listen_port": 0,
-            "_system_config": SYSTEM_CONFIG,
+            "_system_config": dict(FAST_HEALTH_CHECKS),
         },
     )
     local = LocalCluster(cluster)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from jobs.bench.cluster import measurement_directory
+from tests.cluster.local_cluster import is_running
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Tests run in a shell's background ignore Ctrl-C, and so would what they start.
@@ -114,13 +115,6 @@ def leave_an_orphan_and_be_terminated(orphans: list[int]) -> None:
         assert is_running(orphans[0])
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("SIGTERM did not end the measurement")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
-    except OSError:
-        return False
 
 
 def test_ctrl_c_leaves_neither_processes_nor_files(mark: str) -> None:

@@ -12,9 +12,7 @@ import pytest
 
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
-from tests.cluster.local_cluster import ROOT, LocalCluster
-
-RAY = shutil.which("ray", path=str(Path(sys.executable).parent)) or "ray"
+from tests.cluster.local_cluster import RAY, ROOT, LocalCluster
 
 
 @pytest.mark.timeout(240)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,12 +22,8 @@ from elastic.dashboard.status import read_status
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.run_file import load_run_file
 from jobs.model import PRESETS, ModelConfig, build
-from tests.cluster.local_cluster import ROOT, LocalCluster, wait_for
+from tests.cluster.local_cluster import PATH, RAY, ROOT, LocalCluster, wait_for
 
-VENV_BIN = Path(sys.executable).parent
-# So that `python` on the cluster is the one that has this project's dependencies.
-PATH = f"{VENV_BIN}{os.pathsep}{os.environ['PATH']}"
-RAY = shutil.which("ray", path=PATH) or "ray"
 JOB = [
     *("--model", "nano", "--global-batch", "4", "--micro-batch", "2", "--sequence-length", "32"),
     *("--num-workers", "1:2", "--steps", "1000000", "--save-every", "1000000"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.local_cluster import Job, LocalCluster, wait_for
+from tests.cluster.local_cluster import Job, LocalCluster, is_running, wait_for
 
 FLAGS = (
     *("--steps", "1000000", "--global-batch", "12", "--micro-batch", "2", "--model", "nano"),
@@ -50,10 +50,3 @@ def test_survivors_are_woken_and_what_comes_back_is_ended(
         assert len(job.events("generation_started")) == 2
     three_nodes.remove(gone["node_id"])
     three_nodes.add()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
-    except OSError:
-        return False
