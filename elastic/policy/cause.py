@@ -75,6 +75,8 @@ def headline(cause: RankError | WorkerDied | None, errors: Sequence[RankError]) 
     if isinstance(cause, RankError):
         text = cause.message.strip().splitlines()
         return f"rank {cause.world_rank} raised {cause.type_name}: {text[0] if text else ''}"
+    if isinstance(cause, WorkerDied) and cause.hang:
+        return f"rank {cause.world_rank} hung: {cause.hang}"
     if isinstance(cause, WorkerDied):
         what = "was lost with its node" if cause.node_lost else "died"
         return f"rank {cause.world_rank} {what}: {cause.detail}"

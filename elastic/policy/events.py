@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from elastic.policy.culprits import Culprit
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankError:
@@ -92,6 +94,8 @@ class WorkerDied(Event):
     detail: str
     last_lines: tuple[str, ...] = ()
     """What the rank wrote last."""
+    hang: str = ""
+    """Why it was ended by us: it held up the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +140,29 @@ class Unrecoverable(Event):
     """Something that no restart can mend, such as no checkpoint left with sound bytes."""
 
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalled(Event):
+    """Every rank is over the limit of what it is doing."""
+
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangFound(Event):
+    """The ranks of a group that stands still were looked at: who is at fault, if anyone is."""
+
+    culprits: tuple[Culprit, ...]
+    stacks: str
+    """Where everyone's stacks lie in the run directory; empty if they could not be kept."""
+    places: tuple[str, ...] = ()
+    """Where each rank stands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StallPassed(Event):
+    """While the ranks were looked at the group went on by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +225,21 @@ class StopGroup(Command):
     """End every process of the generation, at once."""
 
     generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnose(Command):
+    """Look at every rank and find the one at fault; answer with `HangFound` or `StallPassed`."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRanks(Command):
+    """End these ranks' processes and their children; their deaths are told as any other's."""
+
+    generation: int
+    culprits: tuple[Culprit, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,8 @@ class Situation:
     finished: frozenset[int] = frozenset()
     then: Then = Then.RESTART
     stop_reason: str = ""
+    is_stalled: bool = False
+    """The group stands still, and its ranks are being looked at, or ended."""
     save_asked_at: int | None = None
     """The step at which somebody asked for a save, until one above it is committed."""
     reason: str = ""

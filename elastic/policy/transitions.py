@@ -15,11 +15,14 @@ from elastic.policy.events import (
     CapacitySeen,
     Command,
     Committed,
+    Diagnose,
     End,
+    EndRanks,
     Event,
     GroupStarted,
     GroupStartFailed,
     GroupStopped,
+    HangFound,
     JoinersFailed,
     JoinersReady,
     LookForCapacity,
@@ -34,6 +37,8 @@ from elastic.policy.events import (
     Reform,
     ReformFailed,
     SaveRequested,
+    Stalled,
+    StallPassed,
     StartGroup,
     StartJoiners,
     StopGroup,
@@ -138,6 +143,7 @@ def _start(now: Situation, size: int, event: CapacitySeen, time_s: float) -> Dec
         left=frozenset(),
         finished=frozenset(),
         then=Then.RESTART,
+        is_stalled=False,
         reason=reason,
         error=None,
     )
@@ -384,8 +390,56 @@ def record_death(now: Situation, event: WorkerDied) -> Record:
         world_rank=event.world_rank,
         step=now.step,
         reason=event.detail,
-        data={"last_lines": list(event.last_lines)},
+        data={"last_lines": list(event.last_lines), **({"hang": event.hang} if event.hang else {})},
     )
+
+
+def _stalled(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """Nobody goes on: find out who holds up the others before anything is ended."""
+    assert isinstance(event, Stalled)
+    if now.is_stalled:
+        return Decision(situation=now)
+    reason = f"the group stands still: {event.detail}"
+    record = Record(kind="stall_seen", generation=now.generation, step=now.step, reason=reason)
+    new = replace(now, is_stalled=True, reason=reason)
+    return Decision(
+        situation=new, commands=(record, Diagnose(generation=now.generation)), reason=reason
+    )
+
+
+def _stall_passed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    if not now.is_stalled:
+        return Decision(situation=now)
+    reason = "the group went on by itself"
+    record = Record(kind="stall_passed", generation=now.generation, step=now.step, reason=reason)
+    return Decision(
+        situation=replace(now, is_stalled=False, reason=reason), commands=(record,), reason=reason
+    )
+
+
+def _hang_found(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """End who is at fault: that frees the others. If nobody is, all of them."""
+    assert isinstance(event, HangFound)
+    if not now.is_stalled:
+        return Decision(situation=now)  # a death has decided meanwhile
+    told = "; ".join(f"rank {one.world_rank}: {one.text}" for one in event.culprits)
+    reason = told or f"no rank is at fault: all wait for each other; {'; '.join(event.places)}"
+    record = Record(
+        kind="hang_found",
+        generation=now.generation,
+        world_rank=event.culprits[0].world_rank if event.culprits else -1,
+        step=now.step,
+        reason=reason,
+        data={
+            "culprits": [vars(one) for one in event.culprits],
+            "places": list(event.places),
+            "stacks": event.stacks,
+        },
+    )
+    if not event.culprits:
+        return _fail(rules, now, time_s, before=(record,), hang=f"{now.reason}; {reason}")
+    end = EndRanks(generation=now.generation, culprits=event.culprits)
+    return Decision(situation=replace(now, reason=reason), commands=(record, end), reason=reason)
 
 
 def _rank_failed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
@@ -430,11 +484,18 @@ def _gathered(rules: Rules, now: Situation, event: Event, time_s: float) -> Deci
 
 
 def _fail(
-    rules: Rules, now: Situation, time_s: float, before: tuple[Command, ...] = ()
+    rules: Rules,
+    now: Situation,
+    time_s: float,
+    before: tuple[Command, ...] = (),
+    hang: str = "",
 ) -> Decision:
-    """End the group, and restart, unless the cause has used up its budget."""
-    cause = first_cause(now.errors, now.deaths)
-    reason = headline(cause, now.errors)
+    """End the group, and restart, unless the cause has used up its budget.
+
+    `hang` tells of a group that stands still though no rank is at fault.
+    """
+    cause = None if hang else first_cause(now.errors, now.deaths)
+    reason = hang or headline(cause, now.errors)
     new = replace(now, phase=Phase.STOPPING, since_s=time_s, reason=reason, then=Then.RESTART)
     new = replace(new, is_growing=False)
     gave_up = ""
@@ -468,7 +529,7 @@ def _fail(
         step=now.step,
         reason=new.reason,
         data={
-            "cause": _cause_name(cause),
+            "cause": "hang" if hang else _cause_name(cause),
             "then": str(new.then),
             "cause_text": reason,
             "recovery": "warm" if warm else "cold",
@@ -495,6 +556,7 @@ def _reform(now: Situation, size: int, time_s: float, before: tuple[Command, ...
         left=frozenset(),
         finished=frozenset(),
         then=Then.RESTART,
+        is_stalled=False,
         error=None,
         num_joiners=0,
     )
@@ -513,6 +575,8 @@ def _cause_name(cause: RankError | WorkerDied | None) -> str:
         return "communication"
     if isinstance(cause, RankError):
         return "user_exception"
+    if cause.hang:
+        return "hang"
     return "node_lost" if cause.node_lost else "worker_died"
 
 
@@ -641,6 +705,9 @@ EVENTS = (
     Progressed,
     Committed,
     Unrecoverable,
+    Stalled,
+    HangFound,
+    StallPassed,
     StopRequested,
     SaveRequested,
     Tick,
@@ -659,6 +726,9 @@ _LATE: dict[type[Event], Handler] = {
     JoinersFailed: _ignore,
     Committed: _committed,
     Unrecoverable: _ignore,
+    Stalled: _ignore,
+    HangFound: _ignore,
+    StallPassed: _ignore,
     SaveRequested: _save_later,
     Tick: _ignore,
 }
@@ -687,6 +757,9 @@ _GROUP: dict[type[Event], Handler] = {
     JoinersFailed: _not_joined,
     Committed: _committed,
     Unrecoverable: _unrecoverable,
+    Stalled: _stalled,
+    HangFound: _hang_found,
+    StallPassed: _stall_passed,
     StopRequested: _stop_anyway,
     SaveRequested: _save_later,
     Tick: _ignore,
@@ -712,6 +785,10 @@ _ROWS: dict[Phase, dict[type[Event], Handler]] = {
         GroupStarted: _started,
         ReformFailed: _reform_failed,
         WorkerDied: _died_reforming,
+        # Joining has a deadline of its own.
+        Stalled: _ignore,
+        HangFound: _ignore,
+        StallPassed: _ignore,
         RankFailed: _failed_early,
         RankLeft: _done_early,
         RankFinished: _done_early,

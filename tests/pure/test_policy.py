@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from elastic.policy import culprits
 from elastic.policy import events as e
 from elastic.policy.cause import first_cause, headline, is_victim
 from elastic.policy.situation import FINAL, Phase, Rules, Situation, Then
@@ -38,6 +39,9 @@ SAMPLES: dict[type[e.Event], e.Event] = {
     e.Progressed: e.Progressed(generation=4, step=7),
     e.Committed: e.Committed(step=6),
     e.Unrecoverable: e.Unrecoverable(generation=4, reason="no sound checkpoint"),
+    e.Stalled: e.Stalled(generation=4, detail="rank 0 in data for 9 s"),
+    e.HangFound: e.HangFound(generation=4, culprits=(), stacks="stacks/g4-1"),
+    e.StallPassed: e.StallPassed(generation=4),
     e.StopRequested: e.StopRequested(reason="asked"),
     e.SaveRequested: e.SaveRequested(reason="asked"),
     e.Tick: e.Tick(),
@@ -473,3 +477,53 @@ def test_headline_names_rank_and_first_line():
 def test_rules_refuse_impossible_sizes(low: int, high: int):
     with pytest.raises(ValueError, match=f"{low}:{high}"):
         Rules(min_workers=low, max_workers=high)
+
+
+# --- hangs ------------------------------------------------------------------------------------
+
+STALLED = e.Stalled(generation=0, detail="rank 0 in data for 9 s (limit 3 s)")
+CULPRIT = culprits.Culprit(world_rank=1, kind="loop", text="runs on at train.py:4")
+
+
+def test_a_stall_is_looked_into_once_and_who_is_at_fault_is_ended():
+    drive = Drive(WARM).running(3)
+    assert drive(STALLED)[-1] == e.Diagnose(generation=0)
+    assert drive(STALLED) == []
+    found = e.HangFound(generation=0, culprits=(CULPRIT,), stacks="stacks/g0-1")
+    assert drive(found)[-1] == e.EndRanks(generation=0, culprits=(CULPRIT,))
+    died = e.WorkerDied(
+        generation=0, world_rank=1, node_lost=False, detail="ended", hang=CULPRIT.text
+    )
+    commands = drive(died)
+    assert commands[-1] == e.Reform(generation=1, world_size=2)
+    decided = next(c for c in commands if getattr(c, "kind", "") == "failure_decided")
+    assert decided.data["cause"] == "hang"
+    assert drive.now.reason == "rank 1 hung: runs on at train.py:4"
+    assert not drive.now.is_stalled
+
+
+def test_a_stall_that_passes_changes_nothing():
+    drive = Drive(WARM).running(3)
+    drive(STALLED)
+    assert [c.kind for c in drive(e.StallPassed(generation=0))] == ["stall_passed"]
+    assert drive.now.phase is Phase.RUNNING and not drive.now.is_stalled
+    late = e.HangFound(generation=0, culprits=(CULPRIT,), stacks="")
+    assert drive(late) == []  # nobody is ended on old evidence
+
+
+def test_where_nobody_is_at_fault_all_start_anew():
+    drive = Drive(WARM).running(3)
+    drive(STALLED)
+    found = e.HangFound(generation=0, culprits=(), stacks="", places=("rank 0 in data at a.py:1",))
+    commands = drive(found)
+    assert commands[-1] == e.StopGroup(generation=0)
+    decided = next(c for c in commands if getattr(c, "kind", "") == "failure_decided")
+    assert decided.data["cause"] == "hang" and decided.data["recovery"] == "cold"
+    assert "a.py:1" in decided.reason
+
+
+def test_a_group_that_hangs_while_it_leaves_is_freed_too():
+    drive = Drive(WARM).running(3)
+    drive(e.StopRequested(reason="asked"))
+    assert drive.now.phase is Phase.LEAVING
+    assert drive(STALLED)[-1] == e.Diagnose(generation=0)
