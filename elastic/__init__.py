@@ -14,7 +14,9 @@ from elastic.importing import collector_paused
 
 if TYPE_CHECKING:
     from elastic.cluster.driver import TrainingFailed
-    from elastic.cluster.trainer import ElasticConfig, ElasticTrainer
+    from elastic.cluster.elastic_config import ElasticConfig
+    from elastic.cluster.trainer import ElasticTrainer
+    from elastic.policy.hangs import HangLimits
     from elastic.training.run import Run
     from elastic.training.torchrun import run_standalone
 
@@ -22,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ElasticConfig",
     "ElasticTrainer",
+    "HangLimits",
     "Run",
     "TrainingFailed",
     "__version__",
@@ -29,8 +32,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ElasticConfig": "elastic.cluster.trainer",
+    "ElasticConfig": "elastic.cluster.elastic_config",
     "ElasticTrainer": "elastic.cluster.trainer",
+    "HangLimits": "elastic.policy.hangs",
     "Run": "elastic.training.run",
     "TrainingFailed": "elastic.cluster.driver",
     "run_standalone": "elastic.training.torchrun",

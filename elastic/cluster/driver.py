@@ -26,11 +26,14 @@ from elastic.cluster.last_words import LastWords
 from elastic.cluster.rank_words import NO_WORD, RankWords
 from elastic.cluster.ray_internals import Controller, GroupMember
 from elastic.cluster.recovery import Recovery
+from elastic.cluster.standstill import Standstill
 from elastic.policy.events import (
     CapacitySeen,
     Command,
     Committed,
+    Diagnose,
     End,
+    EndRanks,
     Event,
     LookForCapacity,
     OrderLeave,
@@ -55,6 +58,7 @@ _TICK_S = 0.25
 _LOOK_S = 1.0
 _PROGRESS_S = 5.0
 _FLUSH_S = 5.0
+_WATCHED = (Phase.RUNNING, Phase.GATHERING, Phase.LEAVING)
 
 
 class TrainingFailed(TrainingFailedError):
@@ -95,6 +99,9 @@ class Driver:
             run_id=run.run_id,
             last_words=LastWords(run.filesystem),
         )
+        self._standstill = Standstill(
+            self._config.hangs, group=self._group, filesystem=run.filesystem, post=self._post
+        )
         self._words = RankWords(
             recovery=self._recovery,
             metrics=run.metrics,
@@ -102,6 +109,7 @@ class Driver:
             record=self._record,
             on_connected=self._group.joined,
             on_restored=self._commits.restored,
+            standstill=self._standstill,
         )
         self._inbox = Inbox(
             run.filesystem,
@@ -204,47 +212,62 @@ class Driver:
             self._perform(command)
 
     def _perform(self, command: Command) -> None:
-        if isinstance(command, Record):
-            self._record(command)
-        elif isinstance(command, LookForCapacity):
-            self._spawn(self._look())
-        elif isinstance(command, StartGroup):
-            self._orders = Orders()
-            self._recovery.begin_start()
-            self._words.begin(command.generation, command.world_size)
-            self._spawn(self._group.start(command, self._choose, self._told_of_start))
-        elif isinstance(command, Reform):
-            self._orders = Orders()
-            self._recovery.begin_start()
-            self._spawn(
-                self._group.reform(
-                    command,
-                    self._choose,
-                    min_workers=self._config.rules.min_workers,
-                    on_regrouped=self._words.begin,
-                    on_reformed=self._told_of_reform,
-                )
+        perform: Callable[[Any], object] = getattr(self, _PERFORMERS[type(command)])
+        perform(command)
+
+    def _look_for_capacity(self, _: object = None) -> None:
+        self._spawn(self._look())
+
+    def _start_group(self, command: StartGroup) -> None:
+        self._orders = Orders()
+        self._recovery.begin_start()
+        self._words.begin(command.generation, command.world_size)
+        self._spawn(self._group.start(command, self._choose, self._told_of_start))
+
+    def _reform(self, command: Reform) -> None:
+        self._orders = Orders()
+        self._recovery.begin_start()
+        self._spawn(
+            self._group.reform(
+                command,
+                self._choose,
+                min_workers=self._config.rules.min_workers,
+                on_regrouped=self._words.begin,
+                on_reformed=self._told_of_reform,
             )
-        elif isinstance(command, StartJoiners):
-            self._spawn(self._group.join(command))
-        elif isinstance(command, StopGroup):
-            self._spawn(self._stop(command.generation))
-        elif isinstance(command, OrderLeave):
-            self._recovery.planned(command.reason, self._situation.world_size)
-            self._order(command.generation, replace(self._orders, leave=True))
-        elif isinstance(command, OrderSave):
-            asked = self._orders.saves_asked + 1
-            self._order(command.generation, replace(self._orders, saves_asked=asked))
-        elif isinstance(command, End):
-            self._ended = command
-        else:
-            raise AssertionError(f"no performer for {command}")
+        )
+
+    def _start_joiners(self, command: StartJoiners) -> None:
+        self._spawn(self._group.join(command))
+
+    def _diagnose(self, command: Diagnose) -> None:
+        self._recovery.suspected()
+        self._spawn(self._standstill.diagnose(command))
+
+    def _end_ranks(self, command: EndRanks) -> None:
+        self._spawn(self._standstill.end(command))
+
+    def _stop_group(self, command: StopGroup) -> None:
+        self._spawn(self._stop(command.generation))
+
+    def _order_leave(self, command: OrderLeave) -> None:
+        self._recovery.planned(command.reason, self._situation.world_size)
+        self._order(command.generation, replace(self._orders, leave=True))
+
+    def _order_save(self, command: OrderSave) -> None:
+        asked = self._orders.saves_asked + 1
+        self._order(command.generation, replace(self._orders, saves_asked=asked))
+
+    def _end(self, command: End) -> None:
+        self._ended = command
 
     def _order(self, generation: int, orders: Orders) -> None:
         self._orders = orders
         self._spawn(self._group.order(generation, orders))
 
     def _record(self, record: Record) -> None:
+        if record.kind == "stall_passed":
+            self._recovery.not_suspected()
         if record.kind == "failure_decided":
             world_size = record.data.get("world_size", self._situation.world_size)
             self._recovery.failed(record.reason, int(str(world_size)))
@@ -256,15 +279,16 @@ class Driver:
             if self._situation.phase in FINAL:
                 return  # the ledger may be closed by now
             self._every("progress", _PROGRESS_S, self._record_progress)
-            self._every(
-                "flush",
-                _FLUSH_S,
-                lambda: self._spawn(self._commits.in_order(self._run.metrics.flush)),
-            )
+            self._every("flush", _FLUSH_S, self._flush)
             self._every("inbox", _LOOK_S, lambda: self._spawn(self._inbox.look()))
             if self._wants_more() and not self._is_looking:
-                self._every("look", _LOOK_S, lambda: self._spawn(self._look()))
+                self._every("look", _LOOK_S, self._look_for_capacity)
+            if self._situation.phase in _WATCHED and not self._situation.is_stalled:
+                self._standstill.look(self._situation.generation)
             self._post(Tick())
+
+    def _flush(self) -> None:
+        self._spawn(self._commits.in_order(self._run.metrics.flush))
 
     def _every(self, what: str, interval_s: float, work: Callable[[], object]) -> None:
         if time.monotonic() - self._done_s[what] >= interval_s:
@@ -278,14 +302,8 @@ class Driver:
 
     def _record_progress(self) -> None:
         now = self._situation
-        self._record(
-            Record(
-                kind="progress",
-                generation=now.generation,
-                step=now.step,
-                data={**self._words.latest, "state": str(now.phase)},
-            )
-        )
+        data = {**self._words.latest, "state": str(now.phase)}
+        self._record(Record(kind="progress", generation=now.generation, step=now.step, data=data))
 
     # --- performing ------------------------------------------------------------------------------
 
@@ -359,7 +377,23 @@ class Driver:
         assert self._ended is not None
         self._inbox.close()
         await self._group.on_thread(self._host.stop_group)
+        self._group.agents.close()
         await self._commits.in_order(self._run.metrics.flush)
         await asyncio.to_thread(self._run.close)
         failed = self._ended.outcome == "failed"
         await self._host.end(TrainingFailed(self._ended.reason) if failed else None)
+
+
+_PERFORMERS: dict[type[Command], str] = {
+    Record: "_record",
+    LookForCapacity: "_look_for_capacity",
+    StartGroup: "_start_group",
+    Reform: "_reform",
+    StartJoiners: "_start_joiners",
+    Diagnose: "_diagnose",
+    EndRanks: "_end_ranks",
+    StopGroup: "_stop_group",
+    OrderLeave: "_order_leave",
+    OrderSave: "_order_save",
+    End: "_end",
+}

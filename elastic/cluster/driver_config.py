@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.policy.hangs import HangLimits
 from elastic.policy.retention import Retention
 from elastic.policy.situation import Rules
 from elastic.storage.claim import RunSpec
@@ -20,6 +21,8 @@ class DriverConfig:
     resources_per_worker: dict[str, float]
     label_selector: dict[str, str] | None = None
     mix_accelerators: bool = False
+    hangs: HangLimits | None = None
+    """None: nothing is taken for a hang."""
     from_scratch: bool = False
     """Checkpoints of an earlier history may be left alone, and the run start at step 0."""
     from_step: int | None = None

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,8 @@ from ray.exceptions import ActorUnavailableError
 
 from elastic.cluster import capacity, worker
 from elastic.cluster.last_words import LastWords
+from elastic.cluster.node_agents import NodeAgents
+from elastic.cluster.polling import Polling, first_line
 from elastic.cluster.ray_internals import Controller, GroupMember, GroupStartError
 from elastic.policy.events import (
     Event,
@@ -27,8 +29,6 @@ from elastic.policy.events import (
     GroupStopped,
     JoinersFailed,
     JoinersReady,
-    RankError,
-    RankFailed,
     Reform,
     ReformFailed,
     StartGroup,
@@ -40,11 +40,12 @@ from elastic.training.membership import Membership
 
 logger = logging.getLogger("elastic")
 
-_POLL_S = 0.25
 _SUSPECT_S = 10.0
-_CALL_S = 60.0
+_CALL_S = 10.0
 _REFORM_S = 10.0
 _DEATH_TOLD_S = 1.0
+_ENDED_S = 5.0
+_BURIED_S = 1.0
 
 
 class NothingToResume(RuntimeError):
@@ -74,6 +75,9 @@ class Group:
         self._gone: set[tuple[str, int]] = set()
         self._joined: set[int] = set()
         self._all_joined = asyncio.Event()
+        self._hung: dict[tuple[str, int], str] = {}
+        self.agents = NodeAgents()
+        self._polling = Polling(host, on_thread=self.on_thread, post=post)
         self.members: list[GroupMember] = []
         """Of the newest generation, also after its end: what they held is free, or was lost."""
 
@@ -121,6 +125,7 @@ class Group:
         self._gone = set()
         for member, watch in zip(members, self._host.watches(), strict=True):
             self._spawn(self._watch(member, watch))
+        self._adopt(members)
         on_started(members, resume_step, self._host.start_times_s())
         self._post(GroupStarted(generation=generation, world_size=len(members)))
         self._spawn(self._begin(generation, members, resume_step))
@@ -174,7 +179,7 @@ class Group:
             return
         on_reformed(members, resume_step)
         self._post(GroupStarted(generation=generation, world_size=len(members)))
-        await self._poll(generation)
+        await self._polling.until(generation, lambda: generation != self._generation)
 
     async def join(self, command: StartJoiners) -> None:
         """Start workers beside the group and warm them up; the next re-form takes them in."""
@@ -189,6 +194,7 @@ class Group:
             return
         for member, watch in joiners:
             self._spawn(self._watch(member, watch))
+        self._adopt([member for member, _ in joiners])
         self._post(JoinersReady(num=len(joiners)))
 
     def _start_joiners(self, num: int) -> list[tuple[GroupMember, Any]]:
@@ -211,9 +217,10 @@ class Group:
             await self.on_thread(self._tell_ranks, generation, members, resume_step)
         except Exception as error:  # noqa: BLE001 - as above
             # Most likely rank 0 is gone, which its watch will tell; if not, the group is restarted.
-            self._post_error(generation, 0, error, "could not be told its place", is_victim=True)
+            told = "could not be told its place"
+            self._polling.post_error(generation, 0, error, told, is_victim=True)
             return
-        await self._poll(generation)
+        await self._polling.until(generation, lambda: generation != self._generation)
 
     def _tell_ranks(
         self, generation: int, members: list[GroupMember], resume_step: int | None
@@ -244,7 +251,7 @@ class Group:
         begun_s = time.monotonic()
         self._generation = -1
         try:
-            await self.on_thread(self._host.stop_group)
+            await asyncio.gather(self.on_thread(self._host.stop_group), self._bury(self.members))
         except Exception:  # the workers are gone or going: what is left is Ray's to collect
             logger.exception("stopping generation %d", generation)
         self._post(GroupStopped(generation=generation))
@@ -253,14 +260,50 @@ class Group:
     async def order(self, generation: int, orders: Orders) -> None:
         """Post the driver's wishes to every rank."""
         arguments = [(generation, orders)] * len(self.members)
-
-        def post() -> None:
-            ray.get(self._host.call_all(worker.post_orders, arguments), timeout=_CALL_S)
-
         try:
-            await self.on_thread(post)
+            told = await self.on_thread(self._host.call_all, worker.post_orders, arguments)
+            # Not on the group's thread, which a rank that stands still must not hold up.
+            await asyncio.wait_for(asyncio.gather(*told), _CALL_S)
         except Exception as error:  # noqa: BLE001 - a dead rank has its own event
             logger.warning("not every rank could be told what is wanted: %s", error)
+
+    # --- ranks that hold up the others ----------------------------------------------------------
+
+    async def ask_for_looks(self, phases: Mapping[int, str]) -> list[Any]:
+        """References to what each rank says of itself, by world rank: `worker.look_at_self`."""
+        arguments = [(m.world_rank, phases.get(m.world_rank, "")) for m in self.members]
+        found: list[Any] = await self.on_thread(self._host.call_all, worker.look_at_self, arguments)
+        return found
+
+    async def end_ranks(self, generation: int, why: Mapping[int, str]) -> None:
+        """Kill these ranks and their children; the watch tells their deaths, with the reasons."""
+        if generation != self._generation:
+            return
+        doomed = [self.members[rank] for rank in why]
+        self._hung |= {_key(member): why[member.world_rank] for member in doomed}
+        await asyncio.gather(*[self.agents.end(one.node_id, [one.pid]) for one in doomed])
+        for member in doomed:
+            rank = self._rank_of(member)
+            if _key(member) not in self._gone and rank is not None:
+                await self.on_thread(self._host.kill, rank)  # where the agent could not
+        await asyncio.sleep(_ENDED_S)
+        for member in doomed:
+            # A process that hangs in the kernel ends as soon as it comes out, and not before.
+            if _key(member) not in self._gone and (rank := self._rank_of(member)) is not None:
+                self._gone.add(_key(member))
+                detail = f"still in the kernel {_ENDED_S:g} s after SIGKILL"
+                await self._tell_death(self._generation, rank, member, detail, False)
+
+    async def _bury(self, members: list[GroupMember]) -> None:
+        """End what is left of these processes, their children above all."""
+        ends = [
+            self.agents.end(node_id, pids, wait_s=_BURIED_S)
+            for node_id, pids in _pids_by_node(members).items()
+        ]
+        await asyncio.gather(*ends)
+
+    def _adopt(self, members: list[GroupMember]) -> None:
+        self.agents.adopt(_pids_by_node(members))
 
     # --- watching ------------------------------------------------------------------------------
 
@@ -273,12 +316,17 @@ class Group:
             detail = await self._confirm(member, error)
         except Exception as error:  # noqa: BLE001 - Ray has many errors for a dead process
             detail = first_line(error)
+        if _key(member) in self._gone:
+            return
         self._gone.add(_key(member))
         generation, rank = self._generation, self._rank_of(member)
         if rank is None:
             return
         node_lost = not await asyncio.to_thread(capacity.node_answers, member.node_id)
-        if node_lost:
+        if not node_lost:
+            await self._bury([member])
+        else:
+            self.agents.forget([member.node_id])
             detail = f"node {member.node_id[:12]} ({member.node_ip}) does not answer; {detail}"
         now = self._rank_of(member)
         if now is not None:  # a re-form that began meanwhile has counted on it
@@ -294,6 +342,7 @@ class Group:
                 world_rank=rank,
                 node_lost=node_lost,
                 detail=f"pid {member.pid} on node {member.node_id[:12]}: {detail}",
+                hang=self._hung.get(_key(member), ""),
                 last_lines=await self._last_words.of(generation, rank),
             )
         )
@@ -325,54 +374,14 @@ class Group:
             await self.on_thread(self._host.kill, rank)
         return f"unavailable for {_SUSPECT_S:g} s, and ended by us: {first_line(error)}"
 
-    async def _poll(self, generation: int) -> None:
-        """Collect what ranks give to `ray.train.report`, and errors of the serving loop itself."""
-        while True:
-            await asyncio.sleep(_POLL_S)
-            if generation != self._generation:
-                return
-            try:
-                errors = await self.on_thread(self._poll_once, generation)
-            except Exception as problem:  # noqa: BLE001 - unknown is not dead: ask again
-                logger.warning("polling generation %d: %s", generation, problem)
-                continue
-            for rank, error in errors.items():
-                # Deaths come by the watch.
-                if not type(error).__name__.startswith("WorkerHealthCheck"):
-                    inner = getattr(error, "_base_exc", error)
-                    self._post_error(generation, rank, inner, "", traceback=str(error))
 
-    def _poll_once(self, generation: int) -> dict[int, BaseException]:
-        if generation != self._generation:
-            return {}
-        return self._host.poll_reports(timeout_s=0.1)
-
-    def _post_error(
-        self,
-        generation: int,
-        rank: int,
-        error: BaseException,
-        what: str,
-        *,
-        is_victim: bool = False,
-        traceback: str = "",
-    ) -> None:
-        found = RankError(
-            world_rank=rank,
-            type_name=type(error).__name__,
-            message=f"{what}: {error}" if what else str(error),
-            traceback=traceback,
-            is_victim=is_victim,
-        )
-        self._post(RankFailed(generation=generation, error=found))
+def _pids_by_node(members: list[GroupMember]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for member in members:
+        found.setdefault(member.node_id, []).append(member.pid)
+    return found
 
 
 def _key(member: GroupMember) -> tuple[str, int]:
     """What tells a process from all others of the run, whatever its rank."""
     return member.node_id, member.pid
-
-
-def first_line(error: BaseException) -> str:
-    """The error's class and the first line of its text, at most 300 characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic.cluster.recovery import Recovery
+from elastic.cluster.standstill import Standstill
 from elastic.policy.events import (
     Event,
     Progressed,
@@ -36,6 +37,7 @@ class RankWords:
         record: Callable[[Record], None],
         on_connected: Callable[[int], None],
         on_restored: Callable[[], None],
+        standstill: Standstill,
     ) -> None:
         self._recovery = recovery
         self._metrics = metrics
@@ -43,6 +45,7 @@ class RankWords:
         self._record = record
         self._on_connected_rank = on_connected
         self._on_restored = on_restored
+        self._standstill = standstill
         self._generation = -1
         self._world_size = 0
         self._restored: set[int] = set()
@@ -57,6 +60,7 @@ class RankWords:
         self._generation, self._world_size = generation, world_size
         self._restored = set()
         self.resumed_step = self._posted_step = -1
+        self._standstill.begin(world_size)
 
     def hear(self, generation: int, rank: int, kind: str, data: Data) -> None:
         """One word of one rank; that of an older generation is not heard."""
@@ -104,6 +108,7 @@ class RankWords:
     def _on_progress(self, rank: int, data: Data) -> None:
         step = int(data["step"])
         self._recovery.reached(step)
+        self._standstill.heard(rank, data["heartbeat"])
         if rank != 0:
             return
         self.latest["phase"] = data["phase"]
@@ -145,6 +150,7 @@ class RankWords:
         )
 
     def _on_failed(self, rank: int, data: Data) -> None:
+        self._standstill.ended(rank)
         self._recovery.reached(int(data["step"]))
         error = RankError(
             world_rank=rank,
@@ -157,10 +163,12 @@ class RankWords:
         self._post(RankFailed(generation=self._generation, error=error))
 
     def _on_left(self, rank: int, data: Data) -> None:
+        self._standstill.ended(rank)
         self._recovery.reached(int(data["step"]))
         self._post(RankLeft(generation=self._generation, world_rank=rank, step=int(data["step"])))
 
     def _on_finished(self, rank: int, data: Data) -> None:
+        self._standstill.ended(rank)
         self._post(
             RankFinished(generation=self._generation, world_rank=rank, step=int(data["step"]))
         )

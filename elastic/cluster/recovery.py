@@ -16,10 +16,19 @@ class Recovery:
         self._step = -1
         self._phases_s: dict[str, float] = {}
         self._decided_s: float | None = None
+        self._suspected_s: float | None = None
 
     def reached(self, step: int) -> None:
         """A rank has finished this step."""
         self._step = max(self._step, step)
+
+    def suspected(self) -> None:
+        """The group stands still, and is looked at: if it has failed, the clock runs from here."""
+        self._suspected_s = time.monotonic()
+
+    def not_suspected(self) -> None:
+        """It went on by itself."""
+        self._suspected_s = None
 
     def failed(self, reason: str, world_size: int) -> None:
         """A failure was decided on: the clock runs from here."""
@@ -31,10 +40,12 @@ class Recovery:
 
     def _open(self, reason: str, world_size: int) -> None:
         if self._decided_s is None:
-            self._decided_s = time.monotonic()
+            now_s = time.monotonic()
+            self._decided_s = now_s if self._suspected_s is None else self._suspected_s
             self.old_world_size = world_size
-            self._phases_s = {}
+            self._phases_s = {"diagnose": now_s - self._decided_s}
             self.count += 1
+        self._suspected_s = None
         self.reason = reason
 
     def begin_start(self) -> None:
@@ -62,7 +73,7 @@ class Recovery:
         if self._decided_s is None:
             return None
         whole_s = time.monotonic() - self._decided_s
-        names = ("stop", "place", "start", "connect", "build", "load")
+        names = ("diagnose", "stop", "place", "start", "connect", "build", "load")
         phases = {name: self._phases_s.get(name, 0.0) for name in names}
         phases["first_step"] = first_step_s
         phases["wait"] = max(0.0, whole_s - sum(phases.values()))

@@ -23,8 +23,9 @@ with collector_paused():
     from elastic import versions
     from elastic.cluster import ray_internals
     from elastic.policy.cause import is_victim
+    from elastic.policy.culprits import RankLook
     from elastic.storage.filesystem import Filesystem
-    from elastic.training import collector, process_group, storage_probe
+    from elastic.training import collector, inspection, process_group, storage_probe
     from elastic.training.checkpoint import AsyncSaver
     from elastic.training.coordinator import (
         CommitResult,
@@ -55,6 +56,7 @@ class _Mailbox:
         self._orders: dict[int, Orders] = {}
         self._served = -1
         self.stores: dict[int, Any] = {}
+        self.training_thread: inspection.TrainingThread | None = None
 
     def post_member(self, member: Membership, driver: Any) -> None:
         with self._changed:
@@ -107,6 +109,12 @@ def post_member(member: Membership, driver: Any) -> None:
 def post_orders(generation: int, orders: Orders) -> None:
     """Called in the worker by the driver: what it wants of a generation."""
     _mailbox.post_orders(generation, orders)
+
+
+def look_at_self(world_rank: int, phase: str) -> tuple[RankLook, str]:
+    """Called in the worker by the driver: what the training thread does, and all stacks."""
+    thread = _mailbox.training_thread or inspection.TrainingThread.current()
+    return inspection.inspect(thread, world_rank, phase), inspection.stacks()
 
 
 def open_store(generation: int, host: str) -> int:
@@ -167,6 +175,7 @@ def serve(train: TrainFunction, config: TrainingConfig) -> None:
     kept: dict[str, Any] = {}
     log = RankLog(Filesystem.at(config.run_url))
     collector.settle()
+    _mailbox.training_thread = inspection.TrainingThread.current()
     generation = -1
     while True:
         member, driver = _mailbox.next_member(generation)

@@ -6,7 +6,7 @@ The driver decides, all ranks are told, all confirm. No rank lists storage to ch
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -34,13 +34,22 @@ def begin(
     catalog: Catalog,
     coordinator: Coordinator,
     control: dist.ProcessGroup,
+    on_size: Callable[[int], None] = lambda _: None,
 ) -> Restored | None:
     """What was restored into `state`; None at step 0, where only foreign weights may be loaded.
 
-    Raises what `restore` and `load_weights` raise.
+    `on_size` is told how many bytes this rank reads, before it does. Raises what `restore` and
+    `load_weights` raise.
     """
     if member.resume_step is not None:
-        return restore(state, member, catalog=catalog, coordinator=coordinator, control=control)
+        return restore(
+            state,
+            member,
+            catalog=catalog,
+            coordinator=coordinator,
+            control=control,
+            on_size=on_size,
+        )
     if load_from is not None:
         source = load_weights(load_from, state, control)
         coordinator.notify("weights_loaded", {"from": source})
@@ -55,6 +64,7 @@ def restore(
     coordinator: Coordinator,
     control: dist.ProcessGroup,
     visible_s: float = VISIBLE_S,
+    on_size: Callable[[int], None] = lambda _: None,
 ) -> Restored:
     """What was restored into `state`, the same checkpoint on all ranks.
 
@@ -72,6 +82,7 @@ def restore(
     while True:
         _gather(_wait_until_visible(catalog, step, visible_s), control, CheckpointNotVisible)
         manifest, path = catalog.manifest(step), catalog.data_path(step)
+        on_size(sum(file.bytes for file in manifest.files) // member.world_size)
         problems = verify_share(
             catalog.fs, path, manifest.files, member.world_rank, member.world_size
         )

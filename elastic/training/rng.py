@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["InvalidStreams", "capture", "derive", "restore"]
+__all__ = ["InvalidStreams", "capture", "derive", "restore", "restore_or_derive"]
 
 
 class InvalidStreams(ValueError):
@@ -63,6 +64,23 @@ def derive(seed: int, step: int, world_rank: int) -> None:
     torch.manual_seed(_number(seed, step, world_rank, "torch_cpu"))
     if torch.cuda.is_available():
         torch.cuda.manual_seed(_number(seed, step, world_rank, "torch_cuda"))
+
+
+def restore_or_derive(
+    streams: dict[str, Any] | None,
+    seed: int,
+    step: int,
+    world_rank: int,
+    on_left_out: Callable[[list[str]], None],
+) -> None:
+    """Continues the saved streams, and tells those that could not be; fresh ones without any.
+
+    The group may be larger than the one that saved: each time the same streams begin.
+    """
+    if streams is None:
+        derive(seed, step, world_rank)
+    elif left_out := restore(streams):
+        on_left_out(left_out)
 
 
 def _set(streams: dict[str, Any]) -> None:

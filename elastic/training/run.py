@@ -126,6 +126,8 @@ class Run:
         for value in objects.values():
             if isinstance(value, torch.nn.Module):
                 prepare_fsdp(value)
+            elif isinstance(value, torch.optim.Optimizer):
+                self._reporter.follow(value)
         self._state = TrackedState(**objects)
         self._rng = lambda: rng.derive(self.seed, 0, self.world_rank)
         built_s = time.monotonic()
@@ -134,6 +136,7 @@ class Run:
         self._loaded_s = time.monotonic()
         self._rng()
         self._reporter.step = self.step
+        self._reporter.phase = "build"
         self._coordinator.notify(
             "restored_state",
             {
@@ -152,6 +155,7 @@ class Run:
             catalog=Catalog(Filesystem.at(self._settings.run_url), self._member.run_id),
             coordinator=self._coordinator,
             control=self._groups.control,
+            on_size=self._reporter.moves,
         )
         if restored is None:
             return
@@ -159,20 +163,13 @@ class Run:
         self.step, self.samples = counters["step"], counters["samples"]
         self.tokens, self.epoch = counters["tokens"], counters["epoch"]
         self._saves.restored(self.step)
-        self._rng = self._rng_to_restore(restored.rank_plain)
+        saved = None if restored.rank_plain is None else restored.rank_plain["rng"]
 
-    def _rng_to_restore(self, rank_plain: dict[str, Any] | None) -> Callable[[], None]:
-        if rank_plain is None:
-            # The group is larger than the one that saved: a fresh stream, made again the same way.
-            step, rank = self.step, self.world_rank
-            return lambda: rng.derive(self.seed, step, rank)
+        def left_out(streams: list[str]) -> None:
+            self._coordinator.notify("rng_left_out", {"streams": streams})
 
-        def restore() -> None:
-            left_out = rng.restore(rank_plain["rng"])
-            if left_out:
-                self._coordinator.notify("rng_left_out", {"streams": left_out})
-
-        return restore
+        step, rank = self.step, self.world_rank
+        self._rng = lambda: rng.restore_or_derive(saved, self.seed, step, rank, left_out)
 
     def loader(
         self,
@@ -256,8 +253,9 @@ class Run:
             )
 
         batches = iter(loader)
+        phases = ("first batch", "first step")
         while not is_over():
-            self._reporter.phase = "data"
+            self._reporter.phase = phases[0]
             micro_batches: list[MicroBatch] = next(batches)
             agreement = self._agree(sum(batch.num_valid_tokens for batch in micro_batches))
             step = Step(
@@ -266,7 +264,7 @@ class Run:
                 num_valid_tokens=agreement.num_valid_tokens,
                 device=self.device,
             )
-            self._reporter.phase = "forward-backward"
+            self._reporter.phase = phases[1]
             begun_s = time.monotonic()
             try:
                 yield step
@@ -277,6 +275,7 @@ class Run:
                 raise
             self._advance(loader.global_batch, agreement, loader.epoch)
             self._push_metrics(step, agreement, begun_s)
+            phases = ("data", "forward-backward")
             if not is_over():
                 self._boundary(state, agreement)
         self._end(state)
@@ -293,6 +292,7 @@ class Run:
         agreement = self._agree(tokens, samples)
         self._advance(agreement.num_samples(), agreement, self.epoch)
         self._boundary(state, agreement)
+        self._reporter.phase = "forward-backward"
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:

@@ -155,6 +155,8 @@ class Saves:
             rank=member.world_rank,
         )
         stall_s = time.monotonic() - begun_s
+        self._reporter.moves(handle.staged_bytes)
+        self._reporter.save_begun_s = begun_s
         tensors = describe(captured.tensors)
 
         def shard(files: Any = (), failure: str = "") -> Shard:
@@ -181,6 +183,7 @@ class Saves:
             # Metrics up to this step reach the driver before the commit, so that a resumed
             # history has no gap below the checkpoint.
             self._reporter.flush()
+            self._reporter.save_begun_s = None  # what follows is the driver's
             return self._coordinator.commit(done, self._config.commit_timeout_s)
 
         self._flight = _Flight(step=step, result=_in_background(finish))

@@ -1,0 +1,66 @@
+"""What the owner of an elastic run may set beyond Ray Train's own configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.policy.hangs import HangLimits
+from elastic.policy.saves import SaveInterval
+from elastic.training.foreign import check_trust
+
+_BELOW = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """What an elastic run has beyond Ray Train's own configuration."""
+
+    seed: int = 0
+    save_every: str | int | SaveInterval | None = "60s"
+    """`"60s"`, `"100steps"`, `100`, or None for both ends only."""
+    save_behind: str = "skip"
+    """`skip` (and count) or `wait` when a save is due while one is still being written."""
+    keep: int | None = None
+    """Complete checkpoints to keep; -1 for all. None takes `CheckpointConfig.num_to_keep`, or 3."""
+    keep_every: int | None = None
+    """Steps divisible by this are kept for ever."""
+    recovery: str = "warm"
+    """`warm`: survivors of a death keep their processes. `cold`: every failure starts all anew."""
+    mix_accelerators: bool = False
+    """One generation may have workers on GPUs, or other accelerators, of several types."""
+    max_failures_without_progress: int = 5
+    wait_for_capacity_s: float = 300.0
+    hangs: HangLimits | None = HangLimits()
+    """How long a rank may stay in one phase before it is taken to hang; None: for ever."""
+    collective_timeout_s: float = 3600.0
+    from_scratch: bool = False
+    """Start at step 0 although the run has committed checkpoints that cannot be found."""
+    from_step: int | None = None
+    """Go back to this complete checkpoint first; newer ones are set aside, and none is deleted."""
+    identity: dict[str, Any] | None = None
+    """Fields that must match when the name is used again. None takes all of `train_loop_config`
+    but what is only operational (`steps`, `until` and alike); the seed always counts."""
+    accept_changes: Sequence[str] = ()
+    """Identity fields that may differ this once, from then on with their new value."""
+    load_from: str | None = None
+    """A run, a checkpoint or a DCP directory whose weights the model begins with at step 0."""
+    trust_foreign: bool = False
+    """Whoever can write to `load_from` is trusted; without this it is refused."""
+    env_vars: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_trust(self.load_from, self.trust_foreign)
+        if self.from_step is not None and self.from_step < 0:
+            raise ValueError(f"from_step is the step of a checkpoint; found {self.from_step}")
+        if self.from_step is not None and self.from_scratch:
+            raise ValueError("from_step and from_scratch cannot both be asked for")
+
+    @property
+    def capped_hangs(self) -> HangLimits | None:
+        """`hangs`, below what a collective may take: peers of a rank at fault wait in one."""
+        if self.hangs is None:
+            return None
+        return dataclasses.replace(self.hangs, most_s=_BELOW * self.collective_timeout_s)
