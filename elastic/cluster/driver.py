@@ -35,6 +35,7 @@ from elastic.policy.events import (
     End,
     EndRanks,
     Event,
+    JoinersReady,
     LookForCapacity,
     OrderLeave,
     OrderSave,
@@ -58,6 +59,7 @@ _TICK_S = 0.25
 _LOOK_S = 1.0
 _PROGRESS_S = 5.0
 _FLUSH_S = 5.0
+_SHORT = (Phase.WAITING, Phase.HOLDING)
 _WATCHED = (Phase.RUNNING, Phase.GATHERING, Phase.LEAVING)
 
 
@@ -177,9 +179,8 @@ class Driver:
 
     async def step_back(self, generation: int, step: int, reason: str) -> tuple[int | None, str]:
         """The next older checkpoint than this bad one, or why there is none."""
-        self._record(
-            Record(kind="checkpoint_quarantined", generation=generation, step=step, reason=reason)
-        )
+        kind = "checkpoint_quarantined"
+        self._record(Record(kind=kind, generation=generation, step=step, reason=reason))
         older = await self._commits.step_back(step, reason)
         if older is not None:
             return older, ""
@@ -204,10 +205,12 @@ class Driver:
         before = self._situation
         if isinstance(event, WorkerDied) and event.generation != before.generation:
             self._record(record_death(before, event))  # the re-form has left it out already
+        if isinstance(event, JoinersReady) and before.phase is Phase.HOLDING:
+            self._recovery.took("join", event.took_s)
         decision = decide(self._config.rules, before, event, time.monotonic())
-        self._situation = decision.situation
+        now = self._situation = decision.situation
         if decision.reason and decision.reason != before.reason:
-            logger.info("%s: %s", decision.situation.phase, decision.reason)
+            logger.info("%s: %s", now.phase, decision.reason)
         for command in decision.commands:
             self._perform(command)
 
@@ -233,7 +236,7 @@ class Driver:
                 self._choose,
                 min_workers=self._config.rules.min_workers,
                 on_regrouped=self._words.begin,
-                on_reformed=self._told_of_reform,
+                on_reformed=self._told_of_start,
             )
         )
 
@@ -298,7 +301,7 @@ class Driver:
     def _wants_more(self) -> bool:
         now = self._situation
         is_small = now.world_size < self._config.rules.max_workers
-        return now.phase is Phase.WAITING or (now.phase is Phase.RUNNING and is_small)
+        return now.phase in _SHORT or (now.phase is Phase.RUNNING and is_small)
 
     def _record_progress(self) -> None:
         now = self._situation
@@ -351,7 +354,7 @@ class Driver:
     # --- telling ---------------------------------------------------------------------------------
 
     def _told_of_start(
-        self, members: list[GroupMember], resume_step: int | None, took_s: dict[str, float]
+        self, members: list[GroupMember], resume_step: int | None, **took_s: float
     ) -> None:
         self._recovery.started(took_s)
         self._record(
@@ -362,9 +365,6 @@ class Driver:
                 data={"world_size": len(members), "ranks": [vars(m) for m in members]},
             )
         )
-
-    def _told_of_reform(self, members: list[GroupMember], resume_step: int | None) -> None:
-        self._told_of_start(members, resume_step, {})
 
     def _told_of_save(self, what: str, found: Any) -> None:
         for word in words_of(what, found):

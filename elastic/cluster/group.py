@@ -101,7 +101,7 @@ class Group:
         self,
         command: StartGroup,
         choose: Callable[[int], Awaitable[int | None]],
-        on_started: Callable[[list[GroupMember], int | None, dict[str, float]], None],
+        on_started: Callable[..., None],
     ) -> None:
         """Start a generation: processes first, then `GroupStarted`, then every rank is told.
 
@@ -126,7 +126,7 @@ class Group:
         for member, watch in zip(members, self._host.watches(), strict=True):
             self._spawn(self._watch(member, watch))
         self._adopt(members)
-        on_started(members, resume_step, self._host.start_times_s())
+        on_started(members, resume_step, **self._host.start_times_s())
         self._post(GroupStarted(generation=generation, world_size=len(members)))
         self._spawn(self._begin(generation, members, resume_step))
 
@@ -156,12 +156,10 @@ class Group:
             alive = [
                 rank for rank, member in enumerate(self.members) if _key(member) not in self._gone
             ]
-            if len(alive) < min_workers:
-                raise GroupStartError(
-                    f"{len(alive)} workers are left of at least {min_workers}", True
-                )
-            self.members = await self.on_thread(self._host.keep_group, alive)
-            members = self.members
+            members = self.members = await self.on_thread(self._host.keep_group, alive)
+            if len(members) < min_workers:  # a joiner has died meanwhile
+                told = f"{len(members)} workers are left of at least {min_workers}"
+                raise GroupStartError(told, True)
             on_regrouped(generation, len(members))
             await self.on_thread(self._tell_ranks, generation, members, resume_step)
             await asyncio.wait_for(self._all_joined.wait(), timeout=_REFORM_S)
@@ -183,6 +181,7 @@ class Group:
 
     async def join(self, command: StartJoiners) -> None:
         """Start workers beside the group and warm them up; the next re-form takes them in."""
+        begun_s = time.monotonic()
         work = asyncio.get_running_loop().run_in_executor(
             self._join_thread, self._start_joiners, command.num
         )
@@ -195,7 +194,8 @@ class Group:
         for member, watch in joiners:
             self._spawn(self._watch(member, watch))
         self._adopt([member for member, _ in joiners])
-        self._post(JoinersReady(num=len(joiners)))
+        took_s = time.monotonic() - begun_s
+        self._post(JoinersReady(num=len(joiners), took_s=took_s))
 
     def _start_joiners(self, num: int) -> list[tuple[GroupMember, Any]]:
         return self._host.start_joiners(num, capacity.answering_nodes(), worker.warm_up)

@@ -233,18 +233,21 @@ class _Group(WorkerGroup):
 
     def _free_places(self, alive_nodes: Collection[str]) -> list[tuple[Any, int]]:
         members = [*self.get_workers(), *self.joiners]
-        taken = [self._place_of[id(worker)] for worker in members]
+        taken = [self._place_of[id(worker)] for worker in members if self._lives(worker)]
         return [
             (group, index)
             for group, index, node_id in self._bundles()
             if node_id in alive_nodes and (group, index) not in taken
         ]
 
+    def _lives(self, worker: Worker) -> bool:
+        return not ray.wait([self.watch(worker)], timeout=0)[0]
+
     def keep(self, world_ranks: Sequence[int]) -> None:
         """Go on with these workers and the living joiners, numbered anew; the others are dead."""
         old = self.get_workers()
         kept = [old[rank] for rank in world_ranks]
-        kept += [one for one in self.joiners if not ray.wait([self.watch(one)], timeout=0)[0]]
+        kept += [one for one in self.joiners if self._lives(one)]
         self.joiners = []
         kept = _local_ranks_by_node(WorkerGroup._assign_worker_ranks(kept))
         self._worker_group_state = dataclasses.replace(self._worker_group_state, workers=kept)

@@ -73,7 +73,7 @@ class Recovery:
         if self._decided_s is None:
             return None
         whole_s = time.monotonic() - self._decided_s
-        names = ("diagnose", "stop", "place", "start", "connect", "build", "load")
+        names = ("diagnose", "join", "stop", "place", "start", "connect", "build", "load")
         phases = {name: self._phases_s.get(name, 0.0) for name in names}
         phases["first_step"] = first_step_s
         phases["wait"] = max(0.0, whole_s - sum(phases.values()))

@@ -64,6 +64,8 @@ class JoinersReady(Event):
     """New workers are up and warm, and wait to be taken into the group."""
 
     num: int
+    took_s: float = 0.0
+    """How long that has taken."""
 
 
 @dataclass(frozen=True, kw_only=True)

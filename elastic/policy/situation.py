@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic.policy.events import RankError, WorkerDied
+from elastic.policy.growth import PRIOR_COST_S
 
 
 class Phase(StrEnum):
@@ -15,6 +16,7 @@ class Phase(StrEnum):
     WAITING = "WAITING"
     STARTING = "STARTING"
     REFORMING = "REFORMING"
+    HOLDING = "HOLDING"
     RUNNING = "RUNNING"
     GATHERING = "GATHERING"
     LEAVING = "LEAVING"
@@ -98,6 +100,16 @@ class Situation:
     """When this generation began, if it is larger than the one before it and has lost nobody."""
     num_flaps: int = 0
     """Growths in a row that were lost again before they had lasted as long as was waited for."""
+    growth_lifetimes_s: tuple[float, ...] = ()
+    """How long the last growths lasted until a worker was lost."""
+    growth_cost_s: float = PRIOR_COST_S
+    """For how long the last growth held training up."""
+    growing_since_s: float | None = None
+    """When the group was asked to leave in order to grow, until the larger one has made a step."""
+    lost_s: float = float("-inf")
+    """When a worker was lost last."""
+    declined: str = ""
+    """Why the last chance to grow was not taken."""
     errors: tuple[RankError, ...] = ()
     deaths: tuple[WorkerDied, ...] = ()
     left: frozenset[int] = frozenset()

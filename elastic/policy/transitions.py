@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from elastic.policy import growth
 from elastic.policy.cause import first_cause, headline
 from elastic.policy.events import (
     CapacitySeen,
@@ -218,12 +219,14 @@ def _died_reforming(rules: Rules, now: Situation, event: Event, time_s: float) -
     reason = f"{now.reason}; then {headline(event, ())}"
     new = replace(now, reason=reason, since_s=time_s)
     size = now.world_size - 1 + now.num_joiners
-    if size >= rules.min_workers and not now.stop_reason:
-        return _reform(new, size, time_s, before=(record,))
-    new = replace(new, phase=Phase.STOPPING, then=Then.STOP if now.stop_reason else Then.RESTART)
-    return Decision(
-        situation=new, commands=(record, StopGroup(generation=now.generation)), reason=reason
-    )
+    if now.stop_reason or size < 1:
+        then = Then.STOP if now.stop_reason else Then.RESTART
+        new = replace(new, phase=Phase.STOPPING, then=then)
+        commands = (record, StopGroup(generation=now.generation))
+        return Decision(situation=new, commands=commands, reason=reason)
+    if size < rules.min_workers:
+        return _hold(rules, replace(new, deaths=(event,)), time_s, before=(record,))
+    return _reform(new, size, time_s, before=(record,))
 
 
 def _reform_failed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
@@ -280,9 +283,19 @@ def _grow_or_not(rules: Rules, now: Situation, event: Event, time_s: float) -> D
     since_s = max(now.since_s, now.tried_to_grow_s)
     if size <= now.world_size or time_s - since_s < _growth_wait_s(rules, now) or now.is_joining:
         return Decision(situation=now)
+    verdict = growth.judge(
+        now.world_size,
+        size,
+        cost_s=now.growth_cost_s,
+        lifetimes_s=now.growth_lifetimes_s,
+        quiet_s=time_s - now.lost_s,
+    )
+    if not verdict.pays:
+        return _decline(now, size, verdict.text)
     if not rules.warm:
         reason = f"growing from {now.world_size} to {size} workers after a save: {event.note}"
-        return _leave(replace(now, is_growing=True), Then.RESTART, reason, time_s)
+        new = replace(now, is_growing=True, growing_since_s=time_s)
+        return _leave(new, Then.RESTART, reason, time_s)
     new = replace(now, is_joining=True, tried_to_grow_s=time_s)
     reason = f"starting {size - now.world_size} workers beside the {now.world_size} that train"
     planned = Record(
@@ -295,16 +308,32 @@ def _grow_or_not(rules: Rules, now: Situation, event: Event, time_s: float) -> D
     return Decision(situation=new, commands=commands, reason=now.reason)
 
 
+def _decline(now: Situation, size: int, text: str) -> Decision:
+    """Not now: said once for each size, for whoever wonders why the run stays small."""
+    told = f"{now.world_size} to {size}"
+    if now.declined == told:
+        return Decision(situation=now)
+    reason = f"growing does not pay yet: {text}"
+    record = Record(kind="growth_declined", generation=now.generation, reason=reason)
+    return Decision(situation=replace(now, declined=told), commands=(record,))
+
+
 def _growth_wait_s(rules: Rules, now: Situation) -> float:
     return rules.grow_interval_s * float(2 ** min(now.num_flaps, _MOST_DOUBLINGS))
 
 
 def _judge_growth(rules: Rules, now: Situation, time_s: float) -> Situation:
     """Whether the last growth was worth its re-form, now that a worker of its group has died."""
+    now = replace(now, lost_s=time_s, growing_since_s=None, declined="")
     if now.grown_s is None:
         return now
     is_flap = time_s - now.grown_s < _growth_wait_s(rules, now)
-    return replace(now, grown_s=None, num_flaps=now.num_flaps + 1 if is_flap else 0)
+    return replace(
+        now,
+        grown_s=None,
+        num_flaps=now.num_flaps + 1 if is_flap else 0,
+        growth_lifetimes_s=growth.remember(now.growth_lifetimes_s, time_s - now.grown_s),
+    )
 
 
 def _grow(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
@@ -317,7 +346,8 @@ def _grow(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision
 def _take_in(now: Situation, time_s: float) -> Decision:
     size = now.world_size + now.num_joiners
     reason = f"growing from {now.world_size} to {size} workers after a save"
-    return _leave(replace(now, is_growing=True), Then.REFORM, reason, time_s)
+    new = replace(now, is_growing=True, growing_since_s=time_s)
+    return _leave(new, Then.REFORM, reason, time_s)
 
 
 def _joiners_wait(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
@@ -514,13 +544,9 @@ def _fail(
         new = replace(new, then=Then.STOP)
     if gave_up:
         new = replace(new, then=Then.FAIL, reason=gave_up)
-    survivors = now.world_size - len({death.world_rank for death in now.deaths})
-    survivors += now.num_joiners
+    survivors = _num_alive(now)
     warm = (
-        rules.warm
-        and new.then is Then.RESTART
-        and isinstance(cause, WorkerDied)
-        and survivors >= rules.min_workers
+        rules.warm and new.then is Then.RESTART and isinstance(cause, WorkerDied) and survivors > 0
     )
     record = Record(
         kind="failure_decided",
@@ -536,10 +562,98 @@ def _fail(
             "world_size": now.world_size,
         },
     )
+    if warm and survivors < rules.min_workers:
+        return _hold(rules, new, time_s, before=(*before, record))
     if warm:
         return _reform(new, survivors, time_s, before=(*before, record))
     commands = (*before, record, StopGroup(generation=now.generation))
     return Decision(situation=new, commands=commands, reason=new.reason)
+
+
+def _num_alive(now: Situation) -> int:
+    """Processes that could make the next generation: survivors, and joiners that wait."""
+    return now.world_size - len({death.world_rank for death in now.deaths}) + now.num_joiners
+
+
+def _hold(
+    rules: Rules, now: Situation, time_s: float, before: tuple[Command, ...] = ()
+) -> Decision:
+    """Too few are left to go on: they wait, with all they hold, for others to take the places."""
+    alive = _num_alive(now)
+    reason = (
+        f"{now.reason}; {alive} of at least {rules.min_workers} workers are left, "
+        "and wait for new ones"
+    )
+    new = replace(now, phase=Phase.HOLDING, since_s=time_s, reason=reason, is_stalled=False)
+    if before:
+        new = replace(new, waiting_since_s=time_s)
+    held = Record(kind="holding", generation=now.generation, step=now.step, reason=reason)
+    return Decision(situation=new, commands=(*before, held, LookForCapacity()), reason=reason)
+
+
+def _fill_up(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """New workers are started as soon as there is room for enough of them."""
+    assert isinstance(event, CapacitySeen)
+    size = min(event.num_workers, rules.max_workers)
+    if now.is_joining or size < rules.min_workers:
+        return Decision(situation=now)
+    num = size - _num_alive(now)
+    return Decision(situation=replace(now, is_joining=True), commands=(StartJoiners(num=num),))
+
+
+def _filled_up(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, JoinersReady)
+    new = replace(now, is_joining=False, num_joiners=now.num_joiners + event.num)
+    size = _num_alive(new)
+    if size < rules.min_workers:
+        return Decision(situation=new, commands=(LookForCapacity(),))
+    return _reform(replace(new, waiting_since_s=None), size, time_s, before=())
+
+
+def _not_filled_up(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """No room after all: the next look at what there is will tell when there is."""
+    assert isinstance(event, JoinersFailed)
+    record = Record(kind="growth_failed", generation=now.generation, reason=event.reason)
+    return Decision(situation=replace(now, is_joining=False), commands=(record,))
+
+
+def _died_holding(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, WorkerDied)
+    new = replace(now, deaths=(*now.deaths, event))
+    record = record_death(now, event)
+    if _num_alive(new) > new.num_joiners:
+        return Decision(situation=new, commands=(record,))
+    return _let_go(new, f"{now.reason}; then {headline(event, ())}", time_s, before=(record,))
+
+
+def _hold_on(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    since_s = time_s if now.waiting_since_s is None else now.waiting_since_s
+    if time_s - since_s < rules.wait_for_capacity_s:
+        return Decision(situation=now)
+    return _let_go(now, f"{now.reason}; for {time_s - since_s:.0f} s in vain", time_s)
+
+
+def _let_go(
+    now: Situation, reason: str, time_s: float, before: tuple[Command, ...] = ()
+) -> Decision:
+    """Nobody is held any longer: the group is ended, and starts anew when there is room."""
+    new = replace(now, phase=Phase.STOPPING, since_s=time_s, then=Then.RESTART, reason=reason)
+    commands = (*before, StopGroup(generation=now.generation))
+    return Decision(situation=new, commands=commands, reason=reason)
+
+
+def _stop_holding(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, StopRequested)
+    new = replace(
+        now,
+        phase=Phase.STOPPING,
+        since_s=time_s,
+        then=Then.STOP,
+        stop_reason=event.reason,
+        reason=event.reason,
+    )
+    commands = (StopGroup(generation=now.generation),)
+    return Decision(situation=new, commands=commands, reason=event.reason)
 
 
 def _reform(now: Situation, size: int, time_s: float, before: tuple[Command, ...]) -> Decision:
@@ -674,6 +788,8 @@ def _end(
 
 def _progressed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     assert isinstance(event, Progressed)
+    if now.growing_since_s is not None and now.grown_s is not None:
+        now = replace(now, growth_cost_s=time_s - now.growing_since_s, growing_since_s=None)
     # Not the highest ever: after a re-form the group is where it resumed.
     return Decision(situation=replace(now, step=event.step))
 
@@ -793,6 +909,21 @@ _ROWS: dict[Phase, dict[type[Event], Handler]] = {
         RankLeft: _done_early,
         RankFinished: _done_early,
         StopRequested: _stop_later,
+    },
+    # The ranks that are left have lost a peer, and wait: what they still say decides nothing.
+    Phase.HOLDING: {
+        **_LATE,
+        CapacitySeen: _fill_up,
+        # All had joined just before one of them died.
+        GroupStarted: _ignore,
+        GroupStartFailed: _illegal,
+        GroupStopped: _illegal,
+        ReformFailed: _ignore,
+        WorkerDied: _died_holding,
+        JoinersReady: _filled_up,
+        JoinersFailed: _not_filled_up,
+        StopRequested: _stop_holding,
+        Tick: _hold_on,
     },
     Phase.RUNNING: {
         **_GROUP,

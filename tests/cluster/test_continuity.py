@@ -34,9 +34,12 @@ def test_killed_at_the_same_size_not_a_bit_differs(three_nodes: LocalCluster, tm
     expected = undisturbed(3, tmp_path, *flags)
     with Job(three_nodes, tmp_path, "killed", *flags, "--num-workers", "3") as job:
         job.wait_for_commit(30)
+        first, _, last = pids(job)
         job.kill_rank(1)
         found = job.wait()
+        assert {first, last} < set(pids(job))  # they waited for the third with all they hold
     assert found["restarts"] == 1 and found["world_sizes"] == [3, 3]
+    assert job.events("recovered")[0].data["phases_s"]["start"] == 0.0
     assert losses(found) == losses(expected)
     assert losses(found, "grad_norms") == losses(expected, "grad_norms")
     assert digest(job.url, STEPS) == digest(expected["run"], STEPS)

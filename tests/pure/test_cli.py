@@ -214,6 +214,7 @@ def test_each_phase_that_a_progress_event_tells_has_its_state(phase: Phase) -> N
     expected = {
         "LOOKING": "STARTING",
         "REFORMING": "STARTING",
+        "HOLDING": "WAITING",
         "GATHERING": "RUNNING",
         "LEAVING": "RUNNING",
     }

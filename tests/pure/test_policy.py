@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from elastic.policy import culprits
+from elastic.policy import culprits, growth
 from elastic.policy import events as e
 from elastic.policy.cause import first_cause, headline, is_victim
 from elastic.policy.situation import FINAL, Phase, Rules, Situation, Then
@@ -361,12 +361,41 @@ class TestWarm:
         drive(self.died(0, 0))
         assert drive(self.died(1, 2))[-1] == e.Reform(generation=2, world_size=2)
         assert drive(self.died(0, 3)) == []  # word of a group that is no more
-        assert drive(self.died(2, 1))[-1] == e.StopGroup(generation=2)  # below the minimum
+        drive(self.died(2, 1))  # below the minimum
+        assert drive.now.phase is Phase.HOLDING
         assert drive.now.then is Then.RESTART
 
-    def test_too_few_left_go_cold(self):
+    def test_too_few_left_wait_for_new_ones(self):
         drive = Drive(WARM).running(2)
-        assert drive(self.died(0, 1))[-1] == e.StopGroup(generation=0)
+        assert drive(self.died(0, 1))[-1] == e.LookForCapacity()
+        assert drive.now.phase is Phase.HOLDING and "1 of at least 2" in drive.now.reason
+        assert drive(e.CapacitySeen(num_workers=1)) == []  # its own slot alone
+        assert drive(e.CapacitySeen(num_workers=2)) == [e.StartJoiners(num=1)]
+        assert drive(e.CapacitySeen(num_workers=2)) == []  # one at a time
+        drive(e.JoinersFailed(reason="gone again"))
+        assert drive(e.CapacitySeen(num_workers=3)) == [e.StartJoiners(num=2)]
+        assert drive(e.JoinersReady(num=2))[-1] == e.Reform(generation=1, world_size=3)
+        drive(e.GroupStarted(generation=1, world_size=3))
+        assert drive.now.phase is Phase.RUNNING and drive.now.waiting_since_s is None
+
+    def test_who_waits_in_vain_is_let_go(self):
+        drive = Drive(WARM).running(2)
+        drive(self.died(0, 1))
+        assert drive(e.Tick(), after_s=WARM.wait_for_capacity_s - 1.0) == []
+        assert drive(e.Tick(), after_s=2.0)[-1] == e.StopGroup(generation=0)
+        assert drive(e.GroupStopped(generation=0)) == [e.LookForCapacity()]
+
+    def test_when_the_last_one_that_waits_dies_all_start_anew(self):
+        drive = Drive(WARM).running(2)
+        drive(self.died(0, 1))
+        assert drive(self.died(0, 0))[-1] == e.StopGroup(generation=0)
+
+    def test_a_stop_is_heard_while_they_wait(self):
+        drive = Drive(WARM).running(2)
+        drive(self.died(0, 1))
+        drive(e.StopRequested(reason="asked"))
+        drive(e.GroupStopped(generation=0))
+        assert drive.now.phase is Phase.STOPPED
 
     def test_exceptions_go_cold(self):
         drive = Drive(dataclasses.replace(WARM, max_failures=3)).running(4)
@@ -477,6 +506,47 @@ def test_headline_names_rank_and_first_line():
 def test_rules_refuse_impossible_sizes(low: int, high: int):
     with pytest.raises(ValueError, match=f"{low}:{high}"):
         Rules(min_workers=low, max_workers=high)
+
+
+# --- whether growth pays ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cost_s", "lifetimes_s", "quiet_s", "pays"),
+    [
+        ((2, 3), 5.0, (), 0.0, True),  # nothing was lost yet
+        ((2, 3), 5.0, (19.0,), 1.0, False),  # 9.5 s of work for 5 s
+        ((2, 3), 5.0, (21.0,), 1.0, True),
+        ((2, 3), 5.0, (3.0, 3.0), 21.0, True),  # quiet for so long
+        ((1, 3), 5.0, (6.0,), 1.0, True),
+        ((64, 65), 1.0, (100.0,), 1.0, False),
+    ],
+)
+def test_growth_pays_when_it_gains_twice_its_cost(sizes, cost_s, lifetimes_s, quiet_s, pays):
+    found = growth.judge(*sizes, cost_s=cost_s, lifetimes_s=lifetimes_s, quiet_s=quiet_s)
+    assert found.pays is pays
+
+
+def test_a_node_that_comes_and_goes_is_taken_in_ever_less_often():
+    drive = Drive(WARM).running(3)
+    num_growths = 0
+    for _ in range(3600):
+        generation = drive.now.generation
+        commands = drive(e.CapacitySeen(num_workers=4), after_s=1.0)
+        if not any(isinstance(command, e.StartJoiners) for command in commands):
+            continue
+        num_growths += 1
+        drive(e.JoinersReady(num=1))
+        drive(*[e.RankLeft(generation=generation, world_rank=r, step=9) for r in range(3)])
+        drive(e.GroupStarted(generation=generation + 1, world_size=4), after_s=1.0)
+        drive(e.Progressed(generation=generation + 1, step=10))
+        assert drive.now.growth_cost_s == 1.0  # measured
+        gone = {"world_rank": 3, "node_lost": True, "detail": "gone again"}
+        drive(e.WorkerDied(generation=generation + 1, **gone), after_s=2.0)
+        drive(e.GroupStarted(generation=generation + 2, world_size=3))
+        assert drive.now.phase is Phase.RUNNING and drive.now.world_size == 3
+    assert 3 <= num_growths <= 12  # in an hour
+    assert drive.kinds().count("growth_declined") <= num_growths  # said once each time
 
 
 # --- hangs ------------------------------------------------------------------------------------
