@@ -47,6 +47,19 @@ def check_function(train: Callable[..., None]) -> None:
         )
 
 
+def check_others(others: dict[str, Any]) -> None:
+    """Raises `ValueError` for what a `TorchTrainer` takes and this one cannot keep."""
+    refused = {
+        "datasets": "its shards are made for one world size, and have no position to resume at: "
+        "give a dataset to run.loader in the training function",
+        "dataset_config": "it configures datasets=, which is not supported",
+        "validation_config": "evaluate in the training function, in `with run.evaluation():`",
+    }
+    for name, instead in refused.items():
+        if others.get(name):
+            raise ValueError(f"ElasticTrainer({name}=...) is not supported: {instead}")
+
+
 def check_pickles(train: Callable[..., None], config: dict[str, Any] | None) -> None:
     """Raises `TypeError` for what cannot be sent to a worker."""
     for what, value in (("training function", train), ("train_loop_config", config)):

@@ -7,6 +7,7 @@ group are made on one thread, in the order in which they were asked for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -43,6 +44,7 @@ logger = logging.getLogger("elastic")
 _SUSPECT_S = 10.0
 _CALL_S = 10.0
 _REFORM_S = 10.0
+_FREE_S = 0.5
 _DEATH_TOLD_S = 1.0
 _ENDED_S = 5.0
 _BURIED_S = 1.0
@@ -162,7 +164,7 @@ class Group:
                 raise GroupStartError(told, True)
             on_regrouped(generation, len(members))
             await self.on_thread(self._tell_ranks, generation, members, resume_step)
-            await asyncio.wait_for(self._all_joined.wait(), timeout=_REFORM_S)
+            await asyncio.wait_for(self._wait_for_all(), timeout=_REFORM_S)
         except TimeoutError:
             late = sorted(set(range(len(self.members))) - self._joined)
             self._post_reform_failed(
@@ -178,6 +180,14 @@ class Group:
         on_reformed(members, resume_step)
         self._post(GroupStarted(generation=generation, world_size=len(members)))
         await self._polling.until(generation, lambda: generation != self._generation)
+
+    async def _wait_for_all(self) -> None:
+        while not self._all_joined.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_joined.wait(), _FREE_S)
+                return
+            # Who came to `ray.train.report` only after its peer had gone waits there in vain.
+            await self.on_thread(self._host.free_reporters)
 
     async def join(self, command: StartJoiners) -> None:
         """Start workers beside the group and warm them up; the next re-form takes them in."""

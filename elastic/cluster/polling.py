@@ -37,8 +37,9 @@ class Polling:
             if is_over():
                 return
             try:
-                errors = await self._on_thread(self._poll_once, is_over)
-            except Exception as problem:  # noqa: BLE001 - unknown is not dead: ask again
+                status = await self._on_thread(self._poll_once, is_over)
+                errors = {} if is_over() else self._host.hand_on(status)
+            except Exception as problem:  # noqa: BLE001 - a user's callback, or an unknown state
                 logger.warning("polling generation %d: %s", generation, problem)
                 continue
             for rank, error in errors.items():
@@ -47,8 +48,8 @@ class Polling:
                     inner = getattr(error, "_base_exc", error)
                     self.post_error(generation, rank, inner, "", traceback=str(error))
 
-    def _poll_once(self, is_over: Callable[[], bool]) -> dict[int, BaseException]:
-        return {} if is_over() else self._host.poll_reports(timeout_s=0.1)
+    def _poll_once(self, is_over: Callable[[], bool]) -> Any:
+        return None if is_over() else self._host.poll_reports(timeout_s=0.1)
 
     def post_error(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +21,7 @@ from elastic.importing import collector_paused
 with collector_paused():
     import ray
     from ray.exceptions import RayActorError
+    from ray.train import Checkpoint
     from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
     from ray.train.v2._internal.callbacks.placement_group_callback import (
         PlacementGroupCleanerCallback,
@@ -29,6 +31,7 @@ with collector_paused():
         WorkerGroupStartupFailedError,
         WorkerGroupStartupTimeoutError,
     )
+    from ray.train.v2._internal.execution.checkpoint.report_handler import ReportCallbackHandler
     from ray.train.v2._internal.execution.context import DistributedContext, get_train_context
     from ray.train.v2._internal.execution.controller import TrainController
     from ray.train.v2._internal.execution.controller.state import (
@@ -39,7 +42,12 @@ with collector_paused():
     )
     from ray.train.v2._internal.execution.failure_handling import create_failure_policy
     from ray.train.v2._internal.execution.scaling_policy import ScalingPolicy, create_scaling_policy
-    from ray.train.v2._internal.execution.worker_group import RayTrainWorker, Worker, WorkerGroup
+    from ray.train.v2._internal.execution.worker_group import (
+        RayTrainWorker,
+        Worker,
+        WorkerGroup,
+        WorkerGroupPollStatus,
+    )
     from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
     from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -53,6 +61,7 @@ with collector_paused():
 __all__ = ["Controller", "GroupMember", "GroupStartError", "launch", "read_nodes", "tell_rank"]
 
 _WATCH = "watch"
+_REPORTS_PER_GENERATION = 1 << 32
 _KILL_CONFIRM_S = 5.0
 # Ray Train's own watcher of preemptions would be one more process for each group, to no effect:
 # its control loop is not the one that runs. Its own `print` writes to a logger beside stdout, which
@@ -243,6 +252,20 @@ class _Group(WorkerGroup):
     def _lives(self, worker: Worker) -> bool:
         return not ray.wait([self.watch(worker)], timeout=0)[0]
 
+    def poll_workers(self, timeout_s: float) -> WorkerGroupPollStatus:
+        """Ray's `poll_status` up to the callbacks, which need the event loop."""
+        self._assert_active()
+        return WorkerGroupPollStatus(
+            worker_statuses=dict(enumerate(self._poll_workers_and_collect_errors(timeout_s))),
+            worker_rank_to_replica_group_rank=self._worker_rank_to_replica_group_rank,
+        )
+
+    def tell_callbacks(self, status: WorkerGroupPollStatus) -> None:
+        """The rest of it, unless the group has changed meanwhile."""
+        if self.has_started() and len(status.worker_statuses) == len(self.get_workers()):
+            for callback in self._callbacks:
+                callback.after_worker_group_poll_status(status)
+
     def keep(self, world_ranks: Sequence[int]) -> None:
         """Go on with these workers and the living joiners, numbered anew; the others are dead."""
         old = self.get_workers()
@@ -253,8 +276,16 @@ class _Group(WorkerGroup):
         self._worker_group_state = dataclasses.replace(self._worker_group_state, workers=kept)
         self._world_rank_to_ongoing_poll.clear()
         self._worker_rank_to_replica_group_rank = {rank: rank for rank in range(len(kept))}
-        # Barriers of `ray.train.report` that wait for the dead.
+        for callback in self._callbacks:
+            if isinstance(callback, ReportCallbackHandler):
+                callback.after_worker_group_start(self)  # one queue for each rank
+        self.free_reporters()
+
+    def free_reporters(self) -> None:
+        """End barriers of `ray.train.report` that wait for the dead, and queues that are full."""
         self._worker_group_state.sync_actor.reset.remote()
+        for worker in self.get_workers():
+            worker.execute_async(_forget_reports)
 
     def shutdown(self) -> None:
         """End the workers at once: Ray's own waits up to 5 s for hooks that hung workers miss."""
@@ -336,6 +367,10 @@ class Controller(TrainController):
         self._worker_group.keep(world_ranks)
         return [_member(worker) for worker in self._worker_group.get_workers()]
 
+    def free_reporters(self) -> None:
+        """Free survivors that wait in `ray.train.report` for a rank which is no more."""
+        self._worker_group.free_reporters()
+
     def start_times_s(self) -> dict[str, float]:
         """How long the last start took: `place` (placement group) and `start` (processes)."""
         group = self._worker_group
@@ -401,9 +436,17 @@ class Controller(TrainController):
         if self._worker_group is not None:
             self._shutdown_worker_group()
 
-    def poll_reports(self, timeout_s: float) -> dict[int, BaseException]:
-        """Collect `ray.train.report` results; errors of ranks whose training thread has ended."""
-        status = self._worker_group.poll_status(timeout=timeout_s)
+    def poll_reports(self, timeout_s: float) -> WorkerGroupPollStatus:
+        """Collect what ranks gave to `ray.train.report` since the last time. Blocks."""
+        return self._worker_group.poll_workers(timeout_s)
+
+    def hand_on(self, status: WorkerGroupPollStatus) -> dict[int, BaseException]:
+        """Give it to Ray's checkpoint manager and to the user's callbacks; call on the event loop.
+
+        Returns the errors of ranks whose training thread has ended.
+        """
+        if self._worker_group is not None:
+            self._worker_group.tell_callbacks(status)
         return {rank: found.error for rank, found in status.worker_statuses.items() if found.error}
 
     def ask_for_resources(self) -> None:
@@ -441,12 +484,24 @@ def _member(worker: Worker) -> GroupMember:
     )
 
 
-def tell_rank(**ranks: int) -> None:
-    """Called in a worker: what `ray.train.get_context()` says from now on.
+def tell_rank(generation: int, checkpoint: str | None, **ranks: int) -> None:
+    """Called in a worker's training thread: what `ray.train` says from now on.
 
-    Takes world_rank, world_size, local_rank, local_world_size and node_rank.
+    `checkpoint` is the directory of the one resumed from. `ranks` are world_rank, world_size,
+    local_rank, local_world_size and node_rank.
     """
-    get_train_context().distributed_context = DistributedContext(**ranks)
+    context = get_train_context()
+    context.distributed_context = DistributedContext(**ranks)
+    context.checkpoint = None if checkpoint is None else Checkpoint(checkpoint)
+    # Ranks that were there before have reported more often than new ones: all count alike again.
+    context.collective_seq = generation * _REPORTS_PER_GENERATION
+    _forget_reports()  # which must not be paired with those of a new rank
+
+
+def _forget_reports() -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            get_train_context().get_result_queue().get_nowait()
 
 
 def launch(

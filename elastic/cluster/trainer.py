@@ -73,6 +73,7 @@ class ElasticTrainer(TorchTrainer):
         scaling = scaling_config or ScalingConfig()
         run = run_config or RunConfig()
         checks.check_function(train)
+        checks.check_others(others)
         self._rules = checks.rules(scaling, run.failure_config, self.elastic_config)
         self._keep = checks.retention(run, self.elastic_config)
         self._interval = SaveInterval.parse(self.elastic_config.save_every)

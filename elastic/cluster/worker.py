@@ -24,6 +24,7 @@ with collector_paused():
     from elastic.cluster import ray_internals
     from elastic.policy.cause import is_victim
     from elastic.policy.culprits import RankLook
+    from elastic.storage.checkpoints import Catalog
     from elastic.storage.filesystem import Filesystem
     from elastic.training import collector, inspection, process_group, storage_probe
     from elastic.training.checkpoint import AsyncSaver
@@ -238,7 +239,7 @@ def _join(
     kept: dict[str, Any],
 ) -> Run:
     versions.check("ray", "torch")  # of this node, which may differ from the driver's
-    _tell_the_truth(member)
+    _tell_the_truth(member, config)
     device = _device(config.use_cuda)
     begun_s = time.monotonic()
     groups = process_group.connect(
@@ -262,8 +263,10 @@ def _join(
     )
 
 
-def _tell_the_truth(member: Membership) -> None:
+def _tell_the_truth(member: Membership, config: TrainingConfig) -> None:
     ray_internals.tell_rank(
+        generation=member.generation,
+        checkpoint=_local_checkpoint(member, config),
         world_rank=member.world_rank,
         world_size=member.world_size,
         local_rank=member.local_rank,
@@ -279,6 +282,15 @@ def _tell_the_truth(member: Membership) -> None:
         MASTER_ADDR=member.store_host,
         MASTER_PORT=str(member.store_port),
     )
+
+
+def _local_checkpoint(member: Membership, config: TrainingConfig) -> str | None:
+    """The directory that is resumed from, if it is one."""
+    filesystem = Filesystem.at(config.run_url)
+    if member.resume_step is None or filesystem.local_root is None:
+        return None
+    path = Catalog(filesystem, member.run_id).data_path(member.resume_step)
+    return f"{filesystem.local_root}/{path}"
 
 
 def _device(use_cuda: bool) -> torch.device:

@@ -68,6 +68,12 @@ def test_scores_of_checkpoints_are_refused_by_name():
         make(run_config=run)
 
 
+@pytest.mark.parametrize("name", ["datasets", "validation_config", "dataset_config"])
+def test_what_a_torch_trainer_takes_and_this_cannot_keep(name: str):
+    with pytest.raises(ValueError, match=rf"ElasticTrainer\({name}=\.\.\.\) is not supported"):
+        make(**{name: {"train": object()}})
+
+
 @pytest.mark.parametrize("name", ["a/b", "..", "a\0b"])
 def test_names_that_would_leave_the_storage(name: str):
     with pytest.raises(ValueError, match="path component"):

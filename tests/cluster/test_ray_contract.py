@@ -43,7 +43,7 @@ METHODS = {
         "_clear_state": ["self"],
         "has_started": ["self"],
         "get_workers": ["self"],
-        "poll_status": ["self", "timeout"],
+        "_poll_workers_and_collect_errors": ["self", "timeout"],
         "_init_train_context": ["self", "workers", "sync_actor"],
         "get_worker_group_state": ["self"],
         "shutdown": ["self"],
@@ -157,6 +157,14 @@ def test_members_of_ray_state_and_worker_metadata():
     assert "distributed_context" in TrainContext.__dataclass_fields__
     assert not TrainContext.__dataclass_params__.frozen  # a warm re-form changes it in place
     assert callable(get_train_context)
+    fields = TrainContext.__dataclass_fields__
+    assert {"checkpoint", "collective_seq"} <= set(fields)
+    assert list(inspect.signature(TrainContext.next_collective_seq).parameters) == ["self"]
+    assert callable(TrainContext.get_result_queue)
+    from ray.train.v2._internal.execution.checkpoint.report_handler import ReportCallbackHandler
+
+    started = inspect.signature(ReportCallbackHandler.after_worker_group_start)
+    assert list(started.parameters) == ["self", "worker_group"]
     from ray.train.v2._internal.callbacks import WorkingDirectorySetupCallback
     from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
 
@@ -174,7 +182,15 @@ def test_every_private_name_in_the_module_is_listed_above():
     listed = {name for names in METHODS.values() for name in names}
     listed |= {name for names in ATTRIBUTES.values() for name in names}
     own = {"_Group", "_WatchedWorker", "_member", "_worker_cls"}
-    own |= {"_watches", "_place_of", "_bundles", "_extra_groups", "_free_places"}
+    own |= {
+        "_watches",
+        "_forget_reports",
+        "_place_of",
+        "_bundles",
+        "_extra_groups",
+        "_free_places",
+        "_lives",
+    }
     ours = {node.attr for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.Attribute)}
     private = {name for name in ours if name.startswith("_") and not name.startswith("__")}
     assert private - listed - own - {"_private", "_raylet"} == set()
