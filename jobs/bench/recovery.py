@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jobs.bench.cluster import LocalCluster, local_cluster, measurement_directory
+from jobs.bench.cluster import LocalCluster, local_cluster
 from jobs.bench.engine_process import (
     EngineProcess,
     MeasurementFailed,
@@ -24,6 +24,7 @@ from jobs.bench.engine_process import (
 )
 from jobs.bench.engines import Engine, Plan
 from jobs.bench.faults import Fault, Victim
+from jobs.bench.site import measurement_directory
 from jobs.bench.statistics import Recovery, measure_recovery, median_ratio
 
 START_DEADLINE_S, RECOVER_DEADLINE_S, LEDGER_DEADLINE_S = 180.0, 300.0, 15.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.bench.cluster import measurement_directory
+from jobs.bench.site import measurement_directory
 from tests.cluster.local_cluster import is_running
 
 CHECKOUT = Path(__file__).resolve().parents[2]
