@@ -10,6 +10,7 @@ from typing import Any
 
 from jobs.bench.engines import DEFAULT_ENGINES, ENGINES
 from jobs.bench.faults import FAULTS
+from jobs.bench.namespaces import why_unavailable
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,13 +27,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fault_reaches_engines(options: argparse.Namespace) -> str:
-    """Why the fault cannot be measured under these engines; empty when it can."""
+    """Why the fault cannot be measured under these engines, or on this machine; empty when it
+    can.
+    """
     beyond = [name for name in options.engines if not ENGINES[name].needs_cluster]
     if FAULTS[options.fault].needs_cluster and beyond:
         return (
             f"--fault {options.fault} strikes a Ray node, and {', '.join(beyond)} runs without "
             "Ray; leave it out of --engines, or take --fault worker"
         )
+    if FAULTS[options.fault].needs_namespaces and (problem := why_unavailable()):
+        return f"--fault {options.fault}: {problem}"
     return ""
 
 

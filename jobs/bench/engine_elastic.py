@@ -6,6 +6,7 @@ Its `main` is a driver script whose argument is a `Plan`.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import ray
 import ray.train
@@ -53,11 +54,15 @@ def main(argument: str) -> None:
     from elastic.cluster.trainer import ElasticConfig  # here, for no worker needs the trainer
 
     plan = Plan.from_json(argument)
+    # Only where it is asked for: its default is the service's to choose.
+    hang: dict[str, Any] = {} if plan.hang_floor_s is None else {"hang_floor_s": plan.hang_floor_s}
     connect(plan.address)
     elastic.ElasticTrainer(
         train,
         train_loop_config=vars(plan),
         scaling_config=ray.train.ScalingConfig(num_workers=(1, plan.num_workers)),
         run_config=ray.train.RunConfig(name="bench", storage_path=plan.directory),
-        elastic_config=ElasticConfig(save_every=plan.save_every_steps),
+        elastic_config=ElasticConfig(
+            save_every=plan.save_every_steps, recovery=plan.recovery, **hang
+        ),
     ).fit()

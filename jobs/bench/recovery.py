@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jobs.bench.cluster import LocalCluster, local_cluster
+from jobs.bench.cluster import local_cluster
 from jobs.bench.engine_process import (
     EngineProcess,
     MeasurementFailed,
@@ -23,11 +23,12 @@ from jobs.bench.engine_process import (
     wait_for,
 )
 from jobs.bench.engines import Engine, Plan
-from jobs.bench.faults import Fault, Victim
+from jobs.bench.faults import Cluster, Fault, Victim
+from jobs.bench.namespaces import namespaced_cluster
 from jobs.bench.site import measurement_directory
 from jobs.bench.statistics import Recovery, measure_recovery, median_ratio
 
-START_DEADLINE_S, RECOVER_DEADLINE_S, LEDGER_DEADLINE_S = 180.0, 300.0, 15.0
+START_DEADLINE_S, LEDGER_DEADLINE_S = 180.0, 15.0
 OURS = "elastic"
 Say = Callable[[str], None]
 
@@ -76,6 +77,11 @@ def report(
                 "lost_steps": [r.lost_steps for r in done],
                 "phases_s": [r.phases_s for r in done],
                 "world_size": [r.world_size for r in done],
+                # Of engines that say when they knew; what is beyond is the recovery proper.
+                "detect_s": [r.phases_s["detect"] for r in done if "detect" in r.phases_s],
+                "detected_to_step_s": [
+                    r.kill_to_step_s - r.phases_s["detect"] for r in done if "detect" in r.phases_s
+                ],
             }
             for name, done in recoveries.items()
         },
@@ -115,18 +121,13 @@ def measure(engine: Engine, fault: Fault, save_every_steps: int) -> Recovery:
     Raises MeasurementFailed when the engine ends, or misses a deadline before the strike or after.
     """
     with contextlib.ExitStack() as stack:
-        cluster = None
-        if engine.needs_cluster:
-            cluster = stack.enter_context(
-                local_cluster(fast_health_checks=engine.fast_health_checks)
-            )
-            directory = cluster.directory
-        else:
-            directory = stack.enter_context(measurement_directory())
+        directory, cluster = stack.enter_context(_started(engine, fault))
         plan = Plan(
             directory=str(directory),
             address=cluster.address if cluster else "",
             save_every_steps=save_every_steps,
+            hang_floor_s=fault.hang_floor_s,
+            **engine.plan,
         )
         process = stack.enter_context(
             engine_process(
@@ -136,8 +137,22 @@ def measure(engine: Engine, fault: Fault, save_every_steps: int) -> Recovery:
         return _measure(engine, fault, plan, process, cluster)
 
 
+@contextlib.contextmanager
+def _started(engine: Engine, fault: Fault) -> Iterator[tuple[Path, Cluster]]:
+    """Where the engine runs: a directory, and a fresh cluster where it needs one."""
+    if not engine.needs_cluster:
+        with measurement_directory() as directory:
+            yield directory, None
+    elif fault.needs_namespaces:
+        with namespaced_cluster(fast_health_checks=engine.fast_health_checks) as cluster:
+            yield cluster.directory, cluster
+    else:
+        with local_cluster(fast_health_checks=engine.fast_health_checks) as local:
+            yield local.directory, local
+
+
 def _measure(
-    engine: Engine, fault: Fault, plan: Plan, process: EngineProcess, cluster: LocalCluster | None
+    engine: Engine, fault: Fault, plan: Plan, process: EngineProcess, cluster: Cluster
 ) -> Recovery:
     step = f"reach step {plan.kill_at_step}"
     wait_for(lambda: _last_step(plan) >= plan.kill_at_step, process, START_DEADLINE_S, step)
@@ -145,7 +160,7 @@ def _measure(
     recovery = wait_for(
         lambda: measure_recovery(plan.log.read(), killed_s),
         process,
-        RECOVER_DEADLINE_S,
+        fault.recover_deadline_s,
         "do a new step after the fault",
     )
     read_phases = engine.read_phases
@@ -160,7 +175,7 @@ def _measure(
     return dataclasses.replace(recovery, phases_s=phases_s)
 
 
-def _strike(cluster: LocalCluster | None, fault: Fault, plan: Plan) -> float:
+def _strike(cluster: Cluster, fault: Fault, plan: Plan) -> float:
     """Strike the ranks of the newest group, and return the time just before."""
     entered = [e for e in plan.log.read() if e["event"] == "enter"]
     newest = entered[-1]["group"]

@@ -140,6 +140,7 @@ def test_ctrl_c_leaves_neither_processes_nor_files(mark: str) -> None:
         (["recovery", "--engines", "elastic,horovod"], "expected engines of"),
         (["recovery", "--repeats", "0"], "at least 1, found '0'"),
         (["recovery", "--fault", "node", "--engines", "torchrun"], "torchrun"),
+        (["recovery", "--fault", "partition", "--engines", "elastic,torchrun"], "torchrun"),
         (["recovery", "--fault", "flood"], "flood"),
     ],
 )
@@ -152,3 +153,14 @@ def test_bad_arguments_are_refused_before_anything_starts(
 
     assert process.returncode == 2
     assert expected in output
+
+
+def test_partition_without_iproute2_is_refused_before_anything_starts(
+    mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+
+    output, _ = (process := bench(mark, "recovery", "--fault", "partition")).communicate(timeout=20)
+
+    assert process.returncode == 2
+    assert "install iproute2 and run as root" in output

@@ -156,6 +156,8 @@ def test_report_has_the_shape_that_checks_rely_on() -> None:
     assert result["fault"] == "node"
     assert result["engines"]["elastic"]["kill_to_step_s"] == [2.0, 4.0, 3.0]
     assert result["engines"]["elastic"]["lost_steps"] == [10, 10, 10]
+    assert result["engines"]["elastic"]["detect_s"] == [0.5, 0.5, 0.5]
+    assert result["engines"]["elastic"]["detected_to_step_s"] == [1.5, 3.5, 2.5]
     assert result["engines"]["ray-train"]["phases_s"] == [{"detect": 0.5, "load": 74.5}]
     assert result["median_ratio_to"] == {"ray-train": pytest.approx(3.0 / 75.0)}
     assert "ray-train" in table(result)
