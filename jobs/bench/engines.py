@@ -82,6 +82,13 @@ ENGINES = {
             fast_health_checks=True,
             read_phases=_phases_from_ledger,
         ),
+        Engine(
+            name="elastic-cold",
+            module="jobs.bench.engine_elastic",
+            fast_health_checks=True,
+            plan={"recovery": "cold"},
+            read_phases=_phases_from_ledger,
+        ),
         Engine(name="ray-train", module="jobs.bench.engine_ray_train"),
         Engine(
             name="ray-train-tuned",
