@@ -11,6 +11,7 @@ from typing import Any
 from jobs.bench.engines import DEFAULT_ENGINES, ENGINES
 from jobs.bench.faults import FAULTS
 from jobs.bench.namespaces import why_unavailable
+from jobs.bench.sizes import parse_bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,6 +54,7 @@ def _recovery(options: argparse.Namespace) -> dict[str, Any]:
         engines=[ENGINES[name] for name in options.engines],
         num_repeats=1 if options.quick else options.repeats,
         save_every_steps=6 if options.quick else 20,
+        state_bytes=options.state_bytes,
     )
     result = bench.run(_say)
     print(table(result))
@@ -88,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(ENGINES)}",
     )
     recovery.add_argument("--repeats", type=_positive, default=5, metavar="N")
+    recovery.add_argument(
+        "--state-bytes",
+        type=parse_bytes,
+        default=0,
+        metavar="N",
+        help="of model and optimizer in all, as 1GB or 500MB; without it a small model",
+    )
     recovery.set_defaults(run=_recovery, check=_fault_reaches_engines)
 
     overhead = commands.add_parser(

@@ -30,7 +30,7 @@ def train(run: elastic.Run) -> None:
         node_id=ray.get_runtime_context().get_node_id(),
     )
     recorder.write("enter")
-    model = workload.build_model(run.mesh)
+    model = workload.build_model(run.mesh, state_bytes=plan.state_bytes)
     optimizer = workload.build_optimizer(model)
     recorder.write("build")
     run.track(model=model, optimizer=optimizer)
@@ -43,7 +43,7 @@ def train(run: elastic.Run) -> None:
     )
     for step in run.steps(loader, until=plan.num_steps):
         for batch in step:
-            (workload.loss_sum(model, batch) / step.num_valid_tokens).backward()
+            workload.backward(model, workload.loss_sum(model, batch) / step.num_valid_tokens)
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(plan.device_time_s)

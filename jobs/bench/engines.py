@@ -29,6 +29,8 @@ class Plan:
     num_steps: int = 2000
     save_every_steps: int = 20
     device_time_s: float = 0.05
+    # Of model and optimizer together, over all ranks; 0 is the small model as it is.
+    state_bytes: int = 0
     # Of our service alone; rivals pass them by.
     recovery: str = "warm"
     hang_floor_s: float | None = None

@@ -28,7 +28,7 @@ from jobs.bench.namespaces import namespaced_cluster
 from jobs.bench.site import measurement_directory
 from jobs.bench.statistics import Recovery, measure_recovery, median_ratio
 
-START_DEADLINE_S, LEDGER_DEADLINE_S = 180.0, 15.0
+START_DEADLINE_S, LEDGER_DEADLINE_S = 300.0, 15.0
 OURS = "elastic"
 Say = Callable[[str], None]
 
@@ -41,6 +41,7 @@ class Bench:
     engines: Sequence[Engine]
     num_repeats: int
     save_every_steps: int = 20
+    state_bytes: int = 0
 
     def run(self, say: Say) -> dict[str, Any]:
         """The report, ready for JSON; measurements that failed are in its `failures`."""
@@ -50,7 +51,7 @@ class Bench:
             for engine in self.engines:
                 say(f"[{repeat + 1}/{self.num_repeats}] {engine.name}: {self.fault.name} ...")
                 try:
-                    recovery = measure(engine, self.fault, self.save_every_steps)
+                    recovery = self._measure(engine)
                 except MeasurementFailed as error:
                     failures.append(
                         {"engine": engine.name, "repeat": repeat, "message": str(error)}
@@ -59,11 +60,40 @@ class Bench:
                     continue
                 recoveries[engine.name].append(recovery)
                 say(f"    {_described(recovery)}")
-        return report(self.fault.name, recoveries, failures)
+        return report(self.fault.name, recoveries, failures, self.state_bytes)
+
+    def _measure(self, engine: Engine) -> Recovery:
+        """One measurement, on a cluster of its own where the engine needs one.
+
+        Raises MeasurementFailed when the engine ends, or misses a deadline before the strike or
+        after.
+        """
+        with contextlib.ExitStack() as stack:
+            directory, cluster = stack.enter_context(_started(engine, self.fault))
+            plan = Plan(
+                directory=str(directory),
+                address=cluster.address if cluster else "",
+                save_every_steps=self.save_every_steps,
+                state_bytes=self.state_bytes,
+                hang_floor_s=self.fault.hang_floor_s,
+                **engine.plan,
+            )
+            process = stack.enter_context(
+                engine_process(
+                    engine.module,
+                    plan.to_json(),
+                    directory=directory,
+                    environment=engine.environment,
+                )
+            )
+            return _measure(engine, self.fault, plan, process, cluster)
 
 
 def report(
-    fault: str, recoveries: dict[str, list[Recovery]], failures: Sequence[dict[str, Any]]
+    fault: str,
+    recoveries: dict[str, list[Recovery]],
+    failures: Sequence[dict[str, Any]],
+    state_bytes: int = 0,
 ) -> dict[str, Any]:
     """The JSON of `bench recovery`; a ratio is our median over the other engine's, None when one
     has no measurement.
@@ -71,6 +101,7 @@ def report(
     times_s = {name: [r.kill_to_step_s for r in done] for name, done in recoveries.items()}
     return {
         "fault": fault,
+        "state_bytes": state_bytes,
         "engines": {
             name: {
                 "kill_to_step_s": times_s[name],
@@ -112,29 +143,8 @@ def table(result: dict[str, Any]) -> str:
     for name, measured in result["engines"].items():
         if measured["phases_s"]:
             lines.append(f"{name}: {_phases(_median_phases(measured['phases_s']))}")
-    return "\n".join([f"fault: {result['fault']}", *lines])
-
-
-def measure(engine: Engine, fault: Fault, save_every_steps: int) -> Recovery:
-    """One measurement, on a cluster of its own where the engine needs one.
-
-    Raises MeasurementFailed when the engine ends, or misses a deadline before the strike or after.
-    """
-    with contextlib.ExitStack() as stack:
-        directory, cluster = stack.enter_context(_started(engine, fault))
-        plan = Plan(
-            directory=str(directory),
-            address=cluster.address if cluster else "",
-            save_every_steps=save_every_steps,
-            hang_floor_s=fault.hang_floor_s,
-            **engine.plan,
-        )
-        process = stack.enter_context(
-            engine_process(
-                engine.module, plan.to_json(), directory=directory, environment=engine.environment
-            )
-        )
-        return _measure(engine, fault, plan, process, cluster)
+    size = f", {result['state_bytes'] / 1e9:g} GB of state" if result["state_bytes"] else ""
+    return "\n".join([f"fault: {result['fault']}{size}", *lines])
 
 
 @contextlib.contextmanager
