@@ -61,6 +61,18 @@ def _recovery(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _growth(options: argparse.Namespace) -> dict[str, Any]:
+    from jobs.bench.growth import Bench, table
+
+    bench = Bench(
+        num_repeats=1 if options.quick else options.repeats,
+        save_every_steps=6 if options.quick else 20,
+    )
+    result = bench.run(_say)
+    print(table(result))
+    return result
+
+
 def _overhead(options: argparse.Namespace) -> dict[str, Any]:
     from jobs.bench.overhead import Bench, table
 
@@ -99,6 +111,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     recovery.set_defaults(run=_recovery, check=_fault_reaches_engines)
 
+    growth = commands.add_parser(
+        "growth", help="time without a step when a node joins the run, and the steps lost"
+    )
+    growth.add_argument("--repeats", type=_positive, default=5, metavar="N")
+    growth.set_defaults(run=_growth, check=_nothing_to_check)
+
     overhead = commands.add_parser(
         "overhead", help="step time of the service against the same loop without it"
     )
@@ -107,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     overhead.set_defaults(run=_overhead, check=_nothing_to_check)
 
-    for command in (recovery, overhead):
+    for command in (recovery, growth, overhead):
         command.add_argument(
             "--quick", action="store_true", help="smaller and less sure: a check that it works"
         )

@@ -57,12 +57,16 @@ class LocalCluster:
         self._processes = processes
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(num_nodes):
-            self._cluster.add_node(num_cpus=cpus_per_node)
+            self.add_node(cpus_per_node)
         self._cluster.wait_for_nodes()
 
     @property
     def address(self) -> str:
         return str(self._cluster.address)
+
+    def add_node(self, num_cpus: int = 1) -> None:
+        """Start one more node. Ray hears of it a moment later."""
+        self._cluster.add_node(num_cpus=num_cpus)
 
     def remove_node(self, node_id: str) -> None:
         """SIGKILL to every daemon of the node; its workers notice by themselves."""

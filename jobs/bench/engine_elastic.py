@@ -60,7 +60,10 @@ def main(argument: str) -> None:
     elastic.ElasticTrainer(
         train,
         train_loop_config=vars(plan),
-        scaling_config=ray.train.ScalingConfig(num_workers=(1, plan.num_workers)),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=(1, plan.num_workers),
+            elastic_resize_monitor_interval_s=plan.grow_interval_s,
+        ),
         run_config=ray.train.RunConfig(name="bench", storage_path=plan.directory),
         elastic_config=ElasticConfig(
             save_every=plan.save_every_steps, recovery=plan.recovery, **hang

@@ -34,6 +34,7 @@ class Plan:
     # Of our service alone; rivals pass them by.
     recovery: str = "warm"
     hang_floor_s: float | None = None
+    grow_interval_s: float = 60.0
 
     @property
     def kill_at_step(self) -> int:

@@ -96,6 +96,24 @@ def test_quick_recovery_writes_what_checks_rely_on(mark: str, tmp_path: Path) ->
     assert directories() <= before
 
 
+def test_quick_growth_writes_what_checks_rely_on(mark: str, tmp_path: Path) -> None:
+    before = directories()
+    path = tmp_path / "growth.json"
+    process = bench(mark, "growth", "--quick", "--json", str(path))
+
+    output, _ = process.communicate(timeout=110)
+
+    assert process.returncode == 0, output
+    result = json.loads(path.read_text())
+    assert result["failures"] == []
+    (stall_s,), (lost_steps,) = result["stall_s"], result["lost_steps"]
+    assert 0 < stall_s < 60
+    assert lost_steps >= 0
+    assert result["growths"][0]["world_size"] == 3
+    assert carrying(mark) == {}
+    assert directories() <= before
+
+
 def test_a_measurement_ends_orphans_too_when_it_is_terminated() -> None:
     """A worker whose raylet was killed has no parent left that would end it."""
     orphans: list[int] = []
