@@ -10,7 +10,7 @@ from typing import Any
 
 from jobs.bench.engines import DEFAULT_ENGINES, ENGINES
 from jobs.bench.faults import FAULTS
-from jobs.bench.namespaces import why_unavailable
+from jobs.bench.network import why_unavailable
 from jobs.bench.sizes import parse_bytes
 
 

@@ -1,9 +1,8 @@
 """A Ray cluster of which every node has a network of its own, and a link that can be cut.
 
-The head runs on this machine as it is; each other node in a Linux network namespace, joined by a
-veth pair to a bridge that is the head's network too. A node whose link is cut sends no reset and
-gets none: so does a machine vanish. Needs iproute2 and root. When this process is killed outright
-its Ray nodes die with it, and only an empty bridge and namespaces are left, which take no harm.
+The head runs on this machine as it is, each other node in a network namespace. A node whose link is
+cut sends no reset and gets none: so does a machine vanish. When this process is killed outright its
+Ray nodes die with it, and only an empty network is left.
 
 Must not import torch or elastic.
 """
@@ -14,8 +13,6 @@ import contextlib
 import json
 import logging
 import os
-import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -25,6 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.bench.cluster import FAST_HEALTH_CHECKS
+from jobs.bench.network import (
+    INTERFACE,
+    Namespace,
+    NamespacesUnavailable,
+    Network,
+    opened_network,
+    what_is_missing,
+)
 from jobs.bench.processes import Processes
 from jobs.bench.site import environment, sigterm_exits, site
 
@@ -37,101 +42,9 @@ ctypes.CDLL(None).prctl(1, 9)
 from ray.scripts.scripts import main
 main()
 """
-# What a node calls its end of the link. Gloo would take the address that the host's name resolves
-# to, which is this machine's loopback for every node, where no peer can reach it.
-_INTERFACE = "eth0"
-_NODE_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": _INTERFACE, "TP_SOCKET_IFNAME": _INTERFACE}
-
-
-class NamespacesUnavailable(RuntimeError):
-    """This machine cannot make network namespaces; the message says what to do."""
-
-
-def why_unavailable() -> str:
-    """Why no namespaces can be made here, found out by making one; empty when they can."""
-    if problem := _missing():
-        return problem
-    try:
-        with _network() as network:
-            network.add()
-    except NamespacesUnavailable as error:
-        return str(error)
-    return ""
-
-
-def _missing() -> str:
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        return "network namespaces need the command `ip` and root: install iproute2 and run as root"
-    return ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Namespace:
-    """A network namespace and the address by which all others and the head reach it."""
-
-    name: str
-    address: str
-    link: str
-    """The end of its veth pair that this machine holds."""
-
-
-class Network:
-    """A bridge on this machine, and namespaces on it."""
-
-    def __init__(self) -> None:
-        self._number = _claim_bridge()
-        self._bridge = f"bench{self._number}"
-        self._namespaces: list[Namespace] = []
-
-    @property
-    def address(self) -> str:
-        """This machine's own, as the namespaces see it."""
-        return f"10.200.{self._number}.1"
-
-    def open(self) -> None:
-        _ip("addr", "add", f"{self.address}/24", "dev", self._bridge)
-        _ip("link", "set", self._bridge, "up")
-
-    def add(self) -> Namespace:
-        index = len(self._namespaces) + 2
-        namespace = Namespace(
-            name=f"{self._bridge}-{index}",
-            address=f"10.200.{self._number}.{index}",
-            link=f"{self._bridge}.{index}",
-        )
-        # Listed before it is made: what was made in part is taken down as well.
-        self._namespaces.append(namespace)
-        inside = ("-n", namespace.name)
-        _ip("netns", "add", namespace.name)
-        peer = ("peer", "name", _INTERFACE, "netns", namespace.name)
-        _ip("link", "add", namespace.link, "type", "veth", *peer)
-        _ip("link", "set", namespace.link, "master", self._bridge, "up")
-        _ip(*inside, "addr", "add", f"{namespace.address}/24", "dev", _INTERFACE)
-        _ip(*inside, "link", "set", "lo", "up")
-        _ip(*inside, "link", "set", _INTERFACE, "up")
-        # Leads nowhere; Ray asks which address it would take to the world, and names itself by it.
-        _ip(*inside, "route", "add", "default", "via", self.address)
-        # Torch asks for the names of the peers' addresses, and would wait ten seconds for each.
-        for server in _name_servers():
-            _ip(*inside, "route", "add", "unreachable", server, must=False)
-        return namespace
-
-    def close(self) -> None:
-        """Take everything down, whatever of it is there."""
-        for namespace in self._namespaces:
-            _ip("link", "del", namespace.link, must=False)
-            _ip("netns", "del", namespace.name, must=False)
-        _ip("link", "del", self._bridge, must=False)
-
-
-@contextlib.contextmanager
-def _network() -> Iterator[Network]:
-    network = Network()
-    try:
-        network.open()
-        yield network
-    finally:
-        network.close()
+# Gloo would take the address that the host's name resolves to, which is this machine's loopback for
+# every node, where no peer can reach it.
+_NODE_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE}
 
 
 class NamespacedCluster:
@@ -190,14 +103,14 @@ class NamespacedCluster:
 
     def cut(self, node_id: str) -> None:
         """From here on nothing leaves the node, and nothing reaches it. Its processes live on."""
-        _ip("link", "set", self._namespace(node_id).link, "down")
+        self._network.cut(self._namespace(node_id))
         self._processes.note()  # a raylet that ends itself once healed leaves orphans
 
     def heal(self, node_id: str) -> None:
         """Undo `cut`. A node that Ray took for dead meanwhile ends itself when it hears of that:
         add another in its place.
         """
-        _ip("link", "set", self._namespace(node_id).link, "up")
+        self._network.heal(self._namespace(node_id))
 
     def is_alive(self, node_id: str) -> bool:
         """Whether the head takes the node to be alive."""
@@ -281,7 +194,7 @@ def namespaced_cluster(
     Raises:
         NamespacesUnavailable: before anything is started.
     """
-    if problem := _missing():
+    if problem := what_is_missing():
         raise NamespacesUnavailable(problem)
     import ray  # noqa: F401  (sets its logger's level when imported, so it has to come first)
 
@@ -290,7 +203,7 @@ def namespaced_cluster(
         sigterm_exits(),
         # `ray start` would ask for a token if the user has one, and `ray.init` would not send it.
         environment({"RAY_AUTH_MODE": "disabled"}),
-        _network() as network,
+        opened_network() as network,
         site() as (directory, processes),
         contextlib.ExitStack() as undo,
     ):
@@ -312,7 +225,7 @@ def namespaced_cluster(
 def _alive_nodes(cluster_address: str) -> dict[str, str]:
     """Addresses of the nodes that the head takes to be alive, by their ids; none while it is down.
 
-    Asks the head without joining the cluster, as `ray.init` would, and only one of them a process.
+    Asks without `ray.init`, which would make this process a member, and of one cluster alone.
     """
     import ray
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
@@ -330,41 +243,6 @@ def _alive_nodes(cluster_address: str) -> dict[str, str]:
             if node.state == GcsNodeInfo.GcsNodeState.ALIVE
         }
     return {}
-
-
-def _claim_bridge() -> int:
-    """The number of a network that nobody had, and whose bridge exists now."""
-    numbers = random.Random(os.urandom(8)).sample(range(1, 255), k=20)
-    for number in numbers:
-        # That the name is taken is the only reason to try another.
-        if not os.path.exists(f"/sys/class/net/bench{number}"):
-            with contextlib.suppress(FileExistsError):
-                _ip("link", "add", f"bench{number}", "type", "bridge")
-                return number
-    raise NamespacesUnavailable(
-        f"20 of the networks 10.200.1 to 10.200.254 were in use: {sorted(numbers)}; take down "
-        "what is left of runs that were killed (`ip link`, `ip netns`)"
-    )
-
-
-def _ip(*arguments: str, must: bool = True) -> None:
-    found = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-    if found.returncode == 0 or not must:
-        return
-    if "File exists" in found.stderr:
-        raise FileExistsError(found.stderr.strip())
-    raise NamespacesUnavailable(
-        f"`ip {' '.join(arguments)}` failed: {found.stderr.strip()}; install iproute2 and run as "
-        "root (in a container: with the capabilities NET_ADMIN and SYS_ADMIN)"
-    )
-
-
-def _name_servers() -> list[str]:
-    with contextlib.suppress(OSError):
-        lines = Path("/etc/resolv.conf").read_text().splitlines()
-        words = [line.split() for line in lines if line.startswith("nameserver")]
-        return [server for _, server, *_ in words]
-    return []
 
 
 def _free_port() -> int:

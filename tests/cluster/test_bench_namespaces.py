@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.bench.namespaces import namespaced_cluster, why_unavailable
+from jobs.bench.namespaces import namespaced_cluster
+from jobs.bench.network import why_unavailable
 from tests.cluster.local_cluster import wait_for
 
 CHECKOUT = Path(__file__).resolve().parents[2]
