@@ -10,6 +10,8 @@ from typing import Any
 
 from jobs.bench.engines import DEFAULT_ENGINES, ENGINES
 from jobs.bench.faults import FAULTS
+from jobs.bench.network import why_unavailable
+from jobs.bench.sizes import parse_bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,13 +28,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fault_reaches_engines(options: argparse.Namespace) -> str:
-    """Why the fault cannot be measured under these engines; empty when it can."""
+    """Why the fault cannot be measured under these engines, or on this machine; empty when it
+    can.
+    """
     beyond = [name for name in options.engines if not ENGINES[name].needs_cluster]
     if FAULTS[options.fault].needs_cluster and beyond:
         return (
             f"--fault {options.fault} strikes a Ray node, and {', '.join(beyond)} runs without "
             "Ray; leave it out of --engines, or take --fault worker"
         )
+    if FAULTS[options.fault].needs_namespaces and (problem := why_unavailable()):
+        return f"--fault {options.fault}: {problem}"
     return ""
 
 
@@ -46,6 +52,19 @@ def _recovery(options: argparse.Namespace) -> dict[str, Any]:
     bench = Bench(
         fault=FAULTS[options.fault],
         engines=[ENGINES[name] for name in options.engines],
+        num_repeats=1 if options.quick else options.repeats,
+        save_every_steps=6 if options.quick else 20,
+        state_bytes=options.state_bytes,
+    )
+    result = bench.run(_say)
+    print(table(result))
+    return result
+
+
+def _growth(options: argparse.Namespace) -> dict[str, Any]:
+    from jobs.bench.growth import Bench, table
+
+    bench = Bench(
         num_repeats=1 if options.quick else options.repeats,
         save_every_steps=6 if options.quick else 20,
     )
@@ -83,7 +102,20 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(ENGINES)}",
     )
     recovery.add_argument("--repeats", type=_positive, default=5, metavar="N")
+    recovery.add_argument(
+        "--state-bytes",
+        type=parse_bytes,
+        default=0,
+        metavar="N",
+        help="of model and optimizer in all, as 1GB or 500MB; without it a small model",
+    )
     recovery.set_defaults(run=_recovery, check=_fault_reaches_engines)
+
+    growth = commands.add_parser(
+        "growth", help="time without a step when a node joins the run, and the steps lost"
+    )
+    growth.add_argument("--repeats", type=_positive, default=5, metavar="N")
+    growth.set_defaults(run=_growth, check=_nothing_to_check)
 
     overhead = commands.add_parser(
         "overhead", help="step time of the service against the same loop without it"
@@ -93,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     overhead.set_defaults(run=_overhead, check=_nothing_to_check)
 
-    for command in (recovery, overhead):
+    for command in (recovery, growth, overhead):
         command.add_argument(
             "--quick", action="store_true", help="smaller and less sure: a check that it works"
         )

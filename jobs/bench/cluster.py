@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import shutil
-import signal
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from jobs.bench.processes import Processes
+from jobs.bench.site import sigterm_exits, site
 
 # Ray is told to hear a death within about half a second instead of its default of 14 s.
 FAST_HEALTH_CHECKS: Mapping[str, int] = MappingProxyType(
@@ -61,12 +57,16 @@ class LocalCluster:
         self._processes = processes
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(num_nodes):
-            self._cluster.add_node(num_cpus=cpus_per_node)
+            self.add_node(cpus_per_node)
         self._cluster.wait_for_nodes()
 
     @property
     def address(self) -> str:
         return str(self._cluster.address)
+
+    def add_node(self, num_cpus: int = 1) -> None:
+        """Start one more node. Ray hears of it a moment later."""
+        self._cluster.add_node(num_cpus=num_cpus)
 
     def remove_node(self, node_id: str) -> None:
         """SIGKILL to every daemon of the node; its workers notice by themselves."""
@@ -93,16 +93,6 @@ class LocalCluster:
 
 
 @contextlib.contextmanager
-def measurement_directory() -> Iterator[Path]:
-    """A directory for one measurement; on the way out all that was started within is killed.
-
-    For engines that need no cluster; `local_cluster` has one of its own.
-    """
-    with _sigterm_exits(), _site() as (directory, _):
-        yield directory
-
-
-@contextlib.contextmanager
 def local_cluster(
     *, num_nodes: int = 3, cpus_per_node: int = 1, fast_health_checks: bool
 ) -> Iterator[LocalCluster]:
@@ -111,9 +101,9 @@ def local_cluster(
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     with (
-        _sigterm_exits() as exits_on_sigterm,
+        sigterm_exits() as exits_on_sigterm,
         _ray_address_kept(),
-        _site() as (directory, processes),
+        site() as (directory, processes),
         contextlib.ExitStack() as undo,
     ):
         cluster = LocalCluster(
@@ -131,41 +121,6 @@ def local_cluster(
 
 
 @contextlib.contextmanager
-def _site() -> Iterator[tuple[Path, Processes]]:
-    """A directory and what is started for it; on the way out neither is left."""
-    processes = Processes()
-    # Ray puts sockets below it, and a socket's path may have 107 characters: a long TMPDIR would
-    # not do.
-    directory = tempfile.mkdtemp(prefix="bench-", dir="/tmp" if os.path.isdir("/tmp") else None)
-    with contextlib.ExitStack() as undo:
-        undo.callback(_remove, directory)
-        undo.callback(processes.kill)
-        undo.enter_context(environment({**processes.environment, "RAY_USAGE_STATS_ENABLED": "0"}))
-        yield Path(directory), processes
-
-
-def _remove(directory: str, deadline_s: float = 5.0) -> None:
-    until_s = time.monotonic() + deadline_s
-    while os.path.exists(directory) and time.monotonic() < until_s:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """This process's environment with `changes`, and afterwards what it was."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
 def _ray_address_kept() -> Iterator[None]:
     """`Cluster` makes itself the machine's current Ray; the user's own is that again afterwards."""
     from ray._common.utils import reset_ray_address
@@ -179,24 +134,3 @@ def _ray_address_kept() -> Iterator[None]:
             reset_ray_address()
         else:
             write_ray_address(before)
-
-
-@contextlib.contextmanager
-def _sigterm_exits() -> Iterator[Callable[[], None]]:
-    """SIGTERM becomes an exit that cleans up. Call what it gives after starting Ray nodes.
-
-    Each of them puts a handler of its own in the place of ours, one that drains first.
-    """
-    before = signal.getsignal(signal.SIGTERM)
-
-    def leave(signum: int, frame: object) -> None:
-        raise SystemExit(128 + signum)
-
-    def install() -> None:
-        signal.signal(signal.SIGTERM, leave)
-
-    install()
-    try:
-        yield install
-    finally:
-        signal.signal(signal.SIGTERM, before)

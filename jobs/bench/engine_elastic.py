@@ -6,6 +6,7 @@ Its `main` is a driver script whose argument is a `Plan`.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import ray
 import ray.train
@@ -29,7 +30,7 @@ def train(run: elastic.Run) -> None:
         node_id=ray.get_runtime_context().get_node_id(),
     )
     recorder.write("enter")
-    model = workload.build_model(run.mesh)
+    model = workload.build_model(run.mesh, state_bytes=plan.state_bytes)
     optimizer = workload.build_optimizer(model)
     recorder.write("build")
     run.track(model=model, optimizer=optimizer)
@@ -42,7 +43,7 @@ def train(run: elastic.Run) -> None:
     )
     for step in run.steps(loader, until=plan.num_steps):
         for batch in step:
-            (workload.loss_sum(model, batch) / step.num_valid_tokens).backward()
+            workload.backward(model, workload.loss_sum(model, batch) / step.num_valid_tokens)
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(plan.device_time_s)
@@ -53,11 +54,18 @@ def main(argument: str) -> None:
     from elastic.cluster.trainer import ElasticConfig  # here, for no worker needs the trainer
 
     plan = Plan.from_json(argument)
+    # Only where it is asked for: its default is the service's to choose.
+    hang: dict[str, Any] = {} if plan.hang_floor_s is None else {"hang_floor_s": plan.hang_floor_s}
     connect(plan.address)
     elastic.ElasticTrainer(
         train,
         train_loop_config=vars(plan),
-        scaling_config=ray.train.ScalingConfig(num_workers=(1, plan.num_workers)),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=(1, plan.num_workers),
+            elastic_resize_monitor_interval_s=plan.grow_interval_s,
+        ),
         run_config=ray.train.RunConfig(name="bench", storage_path=plan.directory),
-        elastic_config=ElasticConfig(save_every=plan.save_every_steps),
+        elastic_config=ElasticConfig(
+            save_every=plan.save_every_steps, recovery=plan.recovery, **hang
+        ),
     ).fit()

@@ -31,7 +31,7 @@ def train(config: dict[str, Any]) -> None:
     recorder = _recorder(plan)
     recorder.write("enter")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = workload.build_model(mesh)
+    model = workload.build_model(mesh, state_bytes=plan.state_bytes)
     optimizer = workload.build_optimizer(model)
     recorder.write("build")
     state = workload.AppState(model, optimizer)

@@ -32,7 +32,7 @@ def train(plan: Plan) -> None:
     recorder = Recorder(plan.log, group=name[0], rank=rank, world_size=world_size, node_id="")
     recorder.write("enter")
     mesh = init_device_mesh("cpu", (world_size,))
-    model = workload.build_model(mesh)
+    model = workload.build_model(mesh, state_bytes=plan.state_bytes)
     optimizer = workload.build_optimizer(model)
     recorder.write("build")
     state = workload.AppState(model, optimizer)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jobs.bench.events import EventLog
 
@@ -28,6 +29,12 @@ class Plan:
     num_steps: int = 2000
     save_every_steps: int = 20
     device_time_s: float = 0.05
+    # Of model and optimizer together, over all ranks; 0 is the small model as it is.
+    state_bytes: int = 0
+    # Of our service alone; rivals pass them by.
+    recovery: str = "warm"
+    hang_floor_s: float | None = None
+    grow_interval_s: float = 60.0
 
     @property
     def kill_at_step(self) -> int:
@@ -54,7 +61,7 @@ def _phases_from_ledger(directory: Path, killed_s: float) -> dict[str, float] | 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """How one rival runs.
+    """How one rival runs. `plan` has the fields of the Plan in which it differs from the others.
 
     `read_phases`, where the engine keeps a record of its own, gives the phases of the recovery from
     the fault at a given time, in seconds, or None while the record is not complete.
@@ -65,6 +72,7 @@ class Engine:
     needs_cluster: bool = True
     fast_health_checks: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
     read_phases: Callable[[Path, float], dict[str, float] | None] | None = None
 
 
@@ -75,6 +83,13 @@ ENGINES = {
             name="elastic",
             module="jobs.bench.engine_elastic",
             fast_health_checks=True,
+            read_phases=_phases_from_ledger,
+        ),
+        Engine(
+            name="elastic-cold",
+            module="jobs.bench.engine_elastic",
+            fast_health_checks=True,
+            plan={"recovery": "cold"},
             read_phases=_phases_from_ledger,
         ),
         Engine(name="ray-train", module="jobs.bench.engine_ray_train"),

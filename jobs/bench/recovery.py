@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jobs.bench.cluster import LocalCluster, local_cluster, measurement_directory
+from jobs.bench.cluster import local_cluster
 from jobs.bench.engine_process import (
     EngineProcess,
     MeasurementFailed,
@@ -23,10 +23,12 @@ from jobs.bench.engine_process import (
     wait_for,
 )
 from jobs.bench.engines import Engine, Plan
-from jobs.bench.faults import Fault, Victim
+from jobs.bench.faults import Cluster, Fault, Victim
+from jobs.bench.namespaces import namespaced_cluster
+from jobs.bench.site import measurement_directory
 from jobs.bench.statistics import Recovery, measure_recovery, median_ratio
 
-START_DEADLINE_S, RECOVER_DEADLINE_S, LEDGER_DEADLINE_S = 180.0, 300.0, 15.0
+START_DEADLINE_S, LEDGER_DEADLINE_S = 300.0, 15.0
 OURS = "elastic"
 Say = Callable[[str], None]
 
@@ -39,6 +41,7 @@ class Bench:
     engines: Sequence[Engine]
     num_repeats: int
     save_every_steps: int = 20
+    state_bytes: int = 0
 
     def run(self, say: Say) -> dict[str, Any]:
         """The report, ready for JSON; measurements that failed are in its `failures`."""
@@ -48,7 +51,7 @@ class Bench:
             for engine in self.engines:
                 say(f"[{repeat + 1}/{self.num_repeats}] {engine.name}: {self.fault.name} ...")
                 try:
-                    recovery = measure(engine, self.fault, self.save_every_steps)
+                    recovery = self._measure(engine)
                 except MeasurementFailed as error:
                     failures.append(
                         {"engine": engine.name, "repeat": repeat, "message": str(error)}
@@ -57,11 +60,40 @@ class Bench:
                     continue
                 recoveries[engine.name].append(recovery)
                 say(f"    {_described(recovery)}")
-        return report(self.fault.name, recoveries, failures)
+        return report(self.fault.name, recoveries, failures, self.state_bytes)
+
+    def _measure(self, engine: Engine) -> Recovery:
+        """One measurement, on a cluster of its own where the engine needs one.
+
+        Raises MeasurementFailed when the engine ends, or misses a deadline before the strike or
+        after.
+        """
+        with contextlib.ExitStack() as stack:
+            directory, cluster = stack.enter_context(_started(engine, self.fault))
+            plan = Plan(
+                directory=str(directory),
+                address=cluster.address if cluster else "",
+                save_every_steps=self.save_every_steps,
+                state_bytes=self.state_bytes,
+                hang_floor_s=self.fault.hang_floor_s,
+                **engine.plan,
+            )
+            process = stack.enter_context(
+                engine_process(
+                    engine.module,
+                    plan.to_json(),
+                    directory=directory,
+                    environment=engine.environment,
+                )
+            )
+            return _measure(engine, self.fault, plan, process, cluster)
 
 
 def report(
-    fault: str, recoveries: dict[str, list[Recovery]], failures: Sequence[dict[str, Any]]
+    fault: str,
+    recoveries: dict[str, list[Recovery]],
+    failures: Sequence[dict[str, Any]],
+    state_bytes: int = 0,
 ) -> dict[str, Any]:
     """The JSON of `bench recovery`; a ratio is our median over the other engine's, None when one
     has no measurement.
@@ -69,12 +101,18 @@ def report(
     times_s = {name: [r.kill_to_step_s for r in done] for name, done in recoveries.items()}
     return {
         "fault": fault,
+        "state_bytes": state_bytes,
         "engines": {
             name: {
                 "kill_to_step_s": times_s[name],
                 "lost_steps": [r.lost_steps for r in done],
                 "phases_s": [r.phases_s for r in done],
                 "world_size": [r.world_size for r in done],
+                # Of engines that say when they knew; what is beyond is the recovery proper.
+                "detect_s": [r.phases_s["detect"] for r in done if "detect" in r.phases_s],
+                "detected_to_step_s": [
+                    r.kill_to_step_s - r.phases_s["detect"] for r in done if "detect" in r.phases_s
+                ],
             }
             for name, done in recoveries.items()
         },
@@ -105,38 +143,26 @@ def table(result: dict[str, Any]) -> str:
     for name, measured in result["engines"].items():
         if measured["phases_s"]:
             lines.append(f"{name}: {_phases(_median_phases(measured['phases_s']))}")
-    return "\n".join([f"fault: {result['fault']}", *lines])
+    size = f", {result['state_bytes'] / 1e9:g} GB of state" if result["state_bytes"] else ""
+    return "\n".join([f"fault: {result['fault']}{size}", *lines])
 
 
-def measure(engine: Engine, fault: Fault, save_every_steps: int) -> Recovery:
-    """One measurement, on a cluster of its own where the engine needs one.
-
-    Raises MeasurementFailed when the engine ends, or misses a deadline before the strike or after.
-    """
-    with contextlib.ExitStack() as stack:
-        cluster = None
-        if engine.needs_cluster:
-            cluster = stack.enter_context(
-                local_cluster(fast_health_checks=engine.fast_health_checks)
-            )
-            directory = cluster.directory
-        else:
-            directory = stack.enter_context(measurement_directory())
-        plan = Plan(
-            directory=str(directory),
-            address=cluster.address if cluster else "",
-            save_every_steps=save_every_steps,
-        )
-        process = stack.enter_context(
-            engine_process(
-                engine.module, plan.to_json(), directory=directory, environment=engine.environment
-            )
-        )
-        return _measure(engine, fault, plan, process, cluster)
+@contextlib.contextmanager
+def _started(engine: Engine, fault: Fault) -> Iterator[tuple[Path, Cluster]]:
+    """Where the engine runs: a directory, and a fresh cluster where it needs one."""
+    if not engine.needs_cluster:
+        with measurement_directory() as directory:
+            yield directory, None
+    elif fault.needs_namespaces:
+        with namespaced_cluster(fast_health_checks=engine.fast_health_checks) as cluster:
+            yield cluster.directory, cluster
+    else:
+        with local_cluster(fast_health_checks=engine.fast_health_checks) as local:
+            yield local.directory, local
 
 
 def _measure(
-    engine: Engine, fault: Fault, plan: Plan, process: EngineProcess, cluster: LocalCluster | None
+    engine: Engine, fault: Fault, plan: Plan, process: EngineProcess, cluster: Cluster
 ) -> Recovery:
     step = f"reach step {plan.kill_at_step}"
     wait_for(lambda: _last_step(plan) >= plan.kill_at_step, process, START_DEADLINE_S, step)
@@ -144,7 +170,7 @@ def _measure(
     recovery = wait_for(
         lambda: measure_recovery(plan.log.read(), killed_s),
         process,
-        RECOVER_DEADLINE_S,
+        fault.recover_deadline_s,
         "do a new step after the fault",
     )
     read_phases = engine.read_phases
@@ -159,7 +185,7 @@ def _measure(
     return dataclasses.replace(recovery, phases_s=phases_s)
 
 
-def _strike(cluster: LocalCluster | None, fault: Fault, plan: Plan) -> float:
+def _strike(cluster: Cluster, fault: Fault, plan: Plan) -> float:
     """Strike the ranks of the newest group, and return the time just before."""
     entered = [e for e in plan.log.read() if e["event"] == "enter"]
     newest = entered[-1]["group"]

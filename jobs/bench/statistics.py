@@ -57,21 +57,83 @@ def measure_recovery(events: Sequence[Event], killed_s: float) -> Recovery | Non
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """What it cost to take a new worker in.
+
+    `stall_s` is the time in which no step was finished: from the last step of the smaller group to
+    the first of the larger one, each finished when its last rank was done; that step's own time is
+    in it. `lost_steps` were done by both groups.
+    """
+
+    stall_s: float
+    lost_steps: int
+    first_step: int
+    world_size: int
+    added_to_step_s: float
+    """From the time the node was added to the first step of the larger group."""
+    usual_step_s: float
+    """Median time from step to step of the smaller group."""
+    slowest_step_s: float
+    """The longest such time once the node was added: the start of a worker takes its share of the
+    machine.
+    """
+
+
+def measure_growth(events: Sequence[Event], added_s: float) -> Growth | None:
+    """The growth that `events` show, or None while no group that is larger than any before
+    `added_s` has finished a step, or the smaller ones have not finished two.
+    """
+    by_group: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        by_group[event["group"]].append(event)
+    before = [of for of in by_group.values() if _entered_s(of) <= added_s]
+    before_size = max((of[0]["world_size"] for of in before), default=0)
+    larger = [of for of in by_group.values() if of[0]["world_size"] > before_size]
+    finished = [done for of_group in larger if (done := _first_finished(of_group)) is not None]
+    if not finished:
+        return None
+    time_s, step, group = min(finished)
+    old = [of for of in by_group.values() if of[0]["world_size"] <= before_size]
+    old_s = sorted(s for of in old for s in _finished_s(of).values() if s < time_s)
+    old_steps = [e["step"] for of in old for e in of if e["event"] == "step"]
+    if len(old_s) < 2:
+        return None
+    gaps_s = [(after_s - before_s, after_s) for before_s, after_s in pairwise(old_s)]
+    return Growth(
+        stall_s=time_s - old_s[-1],
+        lost_steps=max(0, max(old_steps) - (step - 1)),
+        first_step=step,
+        world_size=by_group[group][0]["world_size"],
+        added_to_step_s=time_s - added_s,
+        usual_step_s=median(gap_s for gap_s, _ in gaps_s),
+        slowest_step_s=max((gap_s for gap_s, end_s in gaps_s if end_s > added_s), default=0.0),
+    )
+
+
 def _entered_s(of_group: Sequence[Event]) -> float:
     return min((e["time_s"] for e in of_group if e["event"] == "enter"), default=float("-inf"))
 
 
 def _first_finished(of_group: Sequence[Event]) -> tuple[float, int, str] | None:
     """(time of its last rank, step, group) of the lowest step that every rank logged."""
+    finished_s = _finished_s(of_group)
+    step = min(finished_s, default=None)
+    return None if step is None else (finished_s[step], step, of_group[0]["group"])
+
+
+def _finished_s(of_group: Sequence[Event]) -> dict[int, float]:
+    """For every step that every rank logged the time of the last of them."""
     times_s: dict[int, dict[int, float]] = defaultdict(dict)
     for event in of_group:
         if event["event"] == "step":
             times_s[event["step"]][event["rank"]] = event["time_s"]
     world_size = of_group[0]["world_size"]
-    for step in sorted(times_s):
-        if len(times_s[step]) == world_size:
-            return max(times_s[step].values()), step, of_group[0]["group"]
-    return None
+    return {
+        step: max(by_rank.values())
+        for step, by_rank in times_s.items()
+        if len(by_rank) == world_size
+    }
 
 
 def _phases_s(of_group: Sequence[Event], killed_s: float, stepped_s: float) -> dict[str, float]:

@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 NUM_CLASSES, LENGTH, GLOBAL_BATCH = 512, 16, 12
+# Float32: the parameter, and the two moments that AdamW keeps of it.
+STATE_BYTES_PER_PARAMETER = 3 * 4
+BULK_WIDTH, BULK_ROWS = 1024, 4096
 
 
 class Block(nn.Module):
@@ -31,14 +34,46 @@ class Block(nn.Module):
         return x + change
 
 
-class Model(nn.Module):
-    """Token ids `[batch, length]` in, logits `[batch, length, NUM_CLASSES]` out."""
+class Bulk(nn.Module):
+    """A parameter that no token passes through: it is held, stepped, saved and loaded as any other,
+    and is never gathered, so that a model with gigabytes of state still takes short steps.
+    """
 
-    def __init__(self, width: int, num_blocks: int) -> None:
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows, BULK_WIDTH, device="meta"))
+        self._gradient: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Make this rank's shard, once the parameter is sharded: the whole is in no memory."""
+        self.to_empty(device="cpu")
+        self.weight.fill_(0.01)
+
+    def give_gradient(self) -> None:
+        if self._gradient is None:
+            self._gradient = torch.full_like(self.weight, 1e-3)
+        self.weight.grad = self._gradient
+
+
+class Model(nn.Module):
+    """Token ids `[batch, length]` in, logits `[batch, length, NUM_CLASSES]` out.
+
+    `state_bytes` is what model and optimizer hold in all, over all ranks, to the nearest 12 KB; a
+    number below that of the blocks adds nothing to them.
+    """
+
+    def __init__(self, width: int, num_blocks: int, state_bytes: int = 0) -> None:
         super().__init__()
         self.embed = nn.Embedding(NUM_CLASSES, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
         self.head = nn.Linear(width, NUM_CLASSES)
+        num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        missing = state_bytes // STATE_BYTES_PER_PARAMETER - num_parameters
+        self.bulk = nn.ModuleList(Bulk(rows) for rows in _rows(max(0, missing) // BULK_WIDTH))
+
+    def bulks(self) -> list[Bulk]:
+        return [bulk for bulk in self.bulk if isinstance(bulk, Bulk)]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -48,18 +83,35 @@ class Model(nn.Module):
         return logits
 
 
-def build_model(mesh: DeviceMesh, *, width: int = 256, num_blocks: int = 4) -> Model:
+def _rows(num_rows: int) -> list[int]:
+    """In pieces of at most BULK_ROWS, for one huge tensor is no model's."""
+    full, rest = divmod(num_rows, BULK_ROWS)
+    return [BULK_ROWS] * full + [rest] * (rest > 0)
+
+
+def build_model(
+    mesh: DeviceMesh, *, width: int = 256, num_blocks: int = 4, state_bytes: int = 0
+) -> Model:
     """The model with the same weights in every run, sharded block by block over `mesh`."""
     torch.manual_seed(0)
-    model = Model(width, num_blocks)
-    for block in model.blocks:
+    model = Model(width, num_blocks, state_bytes)
+    for block in [*model.blocks, *model.bulk]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    for bulk in model.bulks():
+        bulk.fill()
     return model
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def backward(model: Model, loss: torch.Tensor) -> None:
+    """Gradients of the loss, and those of the bulk, which has no part in it."""
+    loss.backward()
+    for bulk in model.bulks():
+        bulk.give_gradient()
 
 
 def loss_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -94,10 +146,10 @@ def batch_of(samples: Samples, step: int, rank: int, world_size: int) -> dict[st
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
+    model: Model, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> None:
     """One optimizer step as a rival does it: the loss is this rank's mean, FSDP2 averages."""
-    (loss_sum(model, batch) / batch["labels"].numel()).backward()
+    backward(model, loss_sum(model, batch) / batch["labels"].numel())
     optimizer.step()
     optimizer.zero_grad()
 

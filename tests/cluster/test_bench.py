@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.bench.cluster import measurement_directory
+from jobs.bench.site import measurement_directory
 from tests.cluster.local_cluster import is_running
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -96,6 +96,24 @@ def test_quick_recovery_writes_what_checks_rely_on(mark: str, tmp_path: Path) ->
     assert directories() <= before
 
 
+def test_quick_growth_writes_what_checks_rely_on(mark: str, tmp_path: Path) -> None:
+    before = directories()
+    path = tmp_path / "growth.json"
+    process = bench(mark, "growth", "--quick", "--json", str(path))
+
+    output, _ = process.communicate(timeout=110)
+
+    assert process.returncode == 0, output
+    result = json.loads(path.read_text())
+    assert result["failures"] == []
+    (stall_s,), (lost_steps,) = result["stall_s"], result["lost_steps"]
+    assert 0 < stall_s < 60
+    assert lost_steps >= 0
+    assert result["growths"][0]["world_size"] == 3
+    assert carrying(mark) == {}
+    assert directories() <= before
+
+
 def test_a_measurement_ends_orphans_too_when_it_is_terminated() -> None:
     """A worker whose raylet was killed has no parent left that would end it."""
     orphans: list[int] = []
@@ -140,6 +158,7 @@ def test_ctrl_c_leaves_neither_processes_nor_files(mark: str) -> None:
         (["recovery", "--engines", "elastic,horovod"], "expected engines of"),
         (["recovery", "--repeats", "0"], "at least 1, found '0'"),
         (["recovery", "--fault", "node", "--engines", "torchrun"], "torchrun"),
+        (["recovery", "--fault", "partition", "--engines", "elastic,torchrun"], "torchrun"),
         (["recovery", "--fault", "flood"], "flood"),
     ],
 )
@@ -152,3 +171,14 @@ def test_bad_arguments_are_refused_before_anything_starts(
 
     assert process.returncode == 2
     assert expected in output
+
+
+def test_partition_without_iproute2_is_refused_before_anything_starts(
+    mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+
+    output, _ = (process := bench(mark, "recovery", "--fault", "partition")).communicate(timeout=20)
+
+    assert process.returncode == 2
+    assert "install iproute2 and run as root" in output

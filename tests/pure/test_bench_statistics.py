@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from elastic.storage.ledger import LedgerEvent
+from jobs.bench import growth
 from jobs.bench.events import EventLog, Recorder
 from jobs.bench.ledger_phases import phases_of
 from jobs.bench.recovery import Recovery, report, table
 from jobs.bench.statistics import (
     bootstrap_interval,
+    measure_growth,
     measure_recovery,
     median_ratio,
     paired_ratios,
@@ -103,6 +105,57 @@ def test_nothing_is_lost_when_the_new_group_goes_on_where_the_old_one_stopped() 
     assert found.lost_steps == 0
 
 
+SMALL = group("small", entered_s=1.0, world_size=2, steps={s: 10.0 + s for s in range(1, 51)})
+
+
+def test_growth_stalls_from_the_last_step_of_the_small_group_to_the_first_of_the_large() -> None:
+    large = group("large", entered_s=59.0, world_size=3, steps={51: 62.0, 52: 63.0})
+
+    found = measure_growth(SMALL + large, 55.5)
+
+    assert found is not None
+    assert found.stall_s == pytest.approx(62.2 - 60.1)  # each when its last rank was done
+    assert (found.lost_steps, found.first_step, found.world_size) == (0, 51, 3)
+    assert found.added_to_step_s == pytest.approx(62.2 - 55.5)
+    assert found.usual_step_s == found.slowest_step_s == pytest.approx(1.0)
+
+
+def test_steps_that_both_groups_did_are_lost() -> None:
+    """Also one that only a part of the small group had finished."""
+    half = {**SMALL[-1], "rank": 0, "step": 51, "time_s": 60.5}
+    large = group("large", entered_s=59.0, world_size=3, steps={41: 62.0})
+
+    found = measure_growth([*SMALL, half, *large], 55.5)
+
+    assert found is not None
+    assert found.lost_steps == 11
+    assert found.stall_s == pytest.approx(62.2 - 60.1)
+
+
+def test_there_is_no_growth_until_a_larger_group_has_finished_a_step() -> None:
+    again = group("again", entered_s=57.0, world_size=2, steps={51: 61.0})
+    torn = group("large", entered_s=62.0, world_size=3, ranks=2, steps={52: 64.0})
+
+    assert measure_growth([], 55.5) is None
+    assert measure_growth(SMALL, 55.5) is None
+    assert measure_growth([*SMALL, *again, *torn], 55.5) is None
+
+
+def test_report_of_growths_has_the_shape_that_checks_rely_on() -> None:
+    large = group("large", entered_s=59.0, world_size=3, steps={51: 62.0})
+    found = measure_growth(SMALL + large, 55.5)
+    assert found is not None
+
+    result = growth.report([found, found], [{"repeat": 2, "message": "it ended"}])
+
+    assert json.loads(json.dumps(result)) == result
+    assert result["stall_s"] == [found.stall_s] * 2
+    assert result["lost_steps"] == [0, 0]
+    assert [g["first_step"] for g in result["growths"]] == [51, 51]
+    assert "2.10 s" in growth.table(result)
+    assert "no growth" in growth.table(growth.report([], result["failures"]))
+
+
 def test_event_log_leaves_out_a_torn_last_line(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     assert log.read() == []
@@ -156,6 +209,8 @@ def test_report_has_the_shape_that_checks_rely_on() -> None:
     assert result["fault"] == "node"
     assert result["engines"]["elastic"]["kill_to_step_s"] == [2.0, 4.0, 3.0]
     assert result["engines"]["elastic"]["lost_steps"] == [10, 10, 10]
+    assert result["engines"]["elastic"]["detect_s"] == [0.5, 0.5, 0.5]
+    assert result["engines"]["elastic"]["detected_to_step_s"] == [1.5, 3.5, 2.5]
     assert result["engines"]["ray-train"]["phases_s"] == [{"detect": 0.5, "load": 74.5}]
     assert result["median_ratio_to"] == {"ray-train": pytest.approx(3.0 / 75.0)}
     assert "ray-train" in table(result)
