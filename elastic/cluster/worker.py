@@ -42,7 +42,7 @@ with collector_paused():
 
 _SAVE_ENDS_S = 2.0
 # The end of a peer that died is known within milliseconds; that of one whose network is cut, never.
-_COMES_BY_ITSELF_S = 0.5
+_COMES_BY_ITSELF_S = 0.1
 
 TrainFunction = Callable[[Run], None]
 

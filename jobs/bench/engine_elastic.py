@@ -6,7 +6,6 @@ Its `main` is a driver script whose argument is a `Plan`.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import ray
 import ray.train
@@ -51,11 +50,10 @@ def train(run: elastic.Run) -> None:
 
 
 def main(argument: str) -> None:
-    from elastic.cluster.trainer import ElasticConfig  # here, for no worker needs the trainer
+    from elastic import ElasticConfig, HangLimits  # here, for no worker needs the trainer
 
     plan = Plan.from_json(argument)
-    # Only where it is asked for: its default is the service's to choose.
-    hang: dict[str, Any] = {} if plan.hang_floor_s is None else {"hang_floor_s": plan.hang_floor_s}
+    hangs = HangLimits() if plan.hang_limit_s is None else HangLimits(step_s=plan.hang_limit_s)
     connect(plan.address)
     elastic.ElasticTrainer(
         train,
@@ -66,6 +64,6 @@ def main(argument: str) -> None:
         ),
         run_config=ray.train.RunConfig(name="bench", storage_path=plan.directory),
         elastic_config=ElasticConfig(
-            save_every=plan.save_every_steps, recovery=plan.recovery, **hang
+            save_every=plan.save_every_steps, recovery=plan.recovery, hangs=hangs
         ),
     ).fit()

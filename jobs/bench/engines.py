@@ -33,7 +33,7 @@ class Plan:
     state_bytes: int = 0
     # Of our service alone; rivals pass them by.
     recovery: str = "warm"
-    hang_floor_s: float | None = None
+    hang_limit_s: float | None = None
     grow_interval_s: float = 60.0
 
     @property

@@ -30,7 +30,7 @@ class Fault:
     """`world_ranks` of the group are struck, all at once.
 
     An engine that did no new step by `recover_deadline_s` after the strike has failed. Our service
-    hears of a rank that stands still after `hang_floor_s` at the earliest; None leaves its default.
+    hears of a rank that stands still after `hang_limit_s` at the earliest; None leaves its default.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Fault:
     needs_cluster: bool
     needs_namespaces: bool = False
     recover_deadline_s: float = 300.0
-    hang_floor_s: float | None = None
+    hang_limit_s: float | None = None
 
 
 def _kill_worker(cluster: Cluster, victim: Victim) -> None:
@@ -78,7 +78,7 @@ FAULTS = {
             strike=_stop_worker,
             needs_cluster=False,
             recover_deadline_s=120.0,
-            hang_floor_s=2.0,
+            hang_limit_s=2.0,
         ),
         Fault(name="node", world_ranks=(1,), strike=_remove_node, needs_cluster=True),
         Fault(name="raylet", world_ranks=(1,), strike=_kill_raylet, needs_cluster=True),

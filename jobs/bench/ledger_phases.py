@@ -18,12 +18,14 @@ def phases_from_ledger(directory: Path, killed_s: float) -> dict[str, float] | N
 
 
 def phases_of(ledger: Sequence[LedgerEvent], killed_s: float) -> dict[str, float] | None:
-    """The same from the events. `detect` runs from the kill to the decision that came of it.
+    """The same from the events. `detect` runs from the kill to the first word of it in the ledger:
+    that the group stands still, or the decision that came of the kill.
 
-    The service cannot know when the kill was; its own phases begin with that decision.
+    The service cannot know when the kill was; its own phases begin with that word.
     """
     after = [event for event in ledger if event.time_s >= killed_s]
-    decided_s = next((e.time_s for e in after if e.kind == "failure_decided"), None)
+    words = ("stall_seen", "failure_decided")
+    decided_s = next((e.time_s for e in after if e.kind in words), None)
     recovered = next((e for e in after if e.kind == "recovered"), None)
     if decided_s is None or recovered is None:
         return None

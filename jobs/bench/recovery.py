@@ -75,7 +75,7 @@ class Bench:
                 address=cluster.address if cluster else "",
                 save_every_steps=self.save_every_steps,
                 state_bytes=self.state_bytes,
-                hang_floor_s=self.fault.hang_floor_s,
+                hang_limit_s=self.fault.hang_limit_s,
                 **engine.plan,
             )
             process = stack.enter_context(
