@@ -31,11 +31,21 @@ class GroupSockets:
 
     def __init__(self) -> None:
         self._before: set[str] = set()
-        self._of_groups: list[_Found] = []
+        self._of_groups: list[_Found] | None = []
+        """None while the groups are being made."""
+        self._spared_ports: set[int] = set()
 
     def begin(self) -> None:
-        """Call before the groups are made."""
+        """Call before anything of the groups is made, their store included."""
         self._before = {found.inode for found in _tcp_sockets()}
+        self._of_groups = None
+
+    def spare(self, port: int) -> None:
+        """Connections with this port, at either end, belong to another generation's store."""
+        self._spared_ports.add(port)
+
+    def forget(self) -> None:
+        """The groups were not made after all."""
         self._of_groups = []
 
     def find(self, exchange: Callable[[Sequence[int]], Collection[int]]) -> None:
@@ -51,20 +61,30 @@ class GroupSockets:
         ]
 
     def __len__(self) -> int:
-        return len(self._of_groups)
+        return len(self._of_groups or ())
 
     def shut_down(self) -> int:
         """End both directions of each, from any thread; how many there were.
 
-        Whoever waits on them gets an error at once. What was sent before still arrives.
+        Whoever waits on them gets an error at once. What was sent before still arrives. While the
+        groups are being made it takes all that was opened since `begin` and is not spared: what
+        else may be there has to bear the loss of a connection.
         """
-        open_now = {(found.descriptor, found.inode) for found in _tcp_sockets()}
-        ended = [one for one in self._of_groups if (one.descriptor, one.inode) in open_now]
+        found_now = _tcp_sockets()
+        if self._of_groups is None:
+            ended = [one for one in found_now if self._may_be_ours(one)]
+        else:
+            open_now = {(found.descriptor, found.inode) for found in found_now}
+            ended = [one for one in self._of_groups if (one.descriptor, one.inode) in open_now]
         for one in ended:
             with contextlib.suppress(OSError), _borrowed(one.descriptor) as handle:
                 handle.shutdown(socket.SHUT_RDWR)
         self._of_groups = []
         return len(ended)
+
+    def _may_be_ours(self, one: _Found) -> bool:
+        is_new = bool(one.peer_port) and one.inode not in self._before
+        return is_new and self._spared_ports.isdisjoint((one.local_port, one.peer_port))
 
 
 def _tcp_sockets() -> list[_Found]:

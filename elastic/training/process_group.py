@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
@@ -27,6 +28,9 @@ from elastic.training.meshes import forget_meshes
 _STORE_S = 30.0
 _MOST_PORTS = 8
 _LOOK_UP = timedelta(milliseconds=200)
+# Gloo tries five times.
+_JOIN_S = 1.0
+_JOIN_S_PER_RANK = 0.05
 
 
 _sockets = GroupSockets()
@@ -44,13 +48,15 @@ class Groups:
 
 def open_store(host: str, timeout_s: float = 60.0) -> dist.TCPStore:
     """A store that listens on a port the system chose; `.port` tells which."""
-    return dist.TCPStore(
+    store = dist.TCPStore(
         host_name=host,
         port=0,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
     )
+    _sockets.spare(store.port)
+    return store
 
 
 class Superseded(Exception):
@@ -71,27 +77,65 @@ def connect(
     Raises:
         Superseded: `is_superseded` said so while not all ranks were there.
     """
-    store = server or dist.TCPStore(
-        host_name=member.store_host,
-        port=member.store_port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_STORE_S),
-    )
+    _sockets.begin()
+    try:
+        return _connect(member, use_cuda, timeout_s, server, is_superseded)
+    except BaseException:
+        _sockets.forget()
+        raise
+
+
+def _connect(
+    member: Membership,
+    use_cuda: bool,
+    timeout_s: float,
+    server: dist.Store | None,
+    is_superseded: Callable[[], bool],
+) -> Groups:
+    store = server or _reach_store(member, is_superseded)
     store = dist.PrefixStore(f"generation-{member.generation}", store)
     _meet(store, member, timeout_s, is_superseded)
-    _sockets.begin()
+    # All are there, so that joining takes no time; and a peer that dies meanwhile is waited for,
+    # since it may be one that has yet to connect to us.
+    joining_s = min(timeout_s, _JOIN_S + _JOIN_S_PER_RANK * member.world_size)
+    joining = timedelta(seconds=joining_s)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
         store=store,
         rank=member.world_rank,
         world_size=member.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=joining,
     )
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    saves = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    control = dist.new_group(backend="gloo", timeout=joining)
+    saves = dist.new_group(backend="gloo", timeout=joining)
     _sockets.find(lambda mine: _all_ports(mine, control))
+    for group in (dist.group.WORLD, control, saves):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return Groups(control=control, saves=saves)
+
+
+def _reach_store(member: Membership, is_superseded: Callable[[], bool]) -> dist.TCPStore:
+    """A connection to rank 0's store. Tried again and again: one try cannot be called off."""
+    until_s = time.monotonic() + _STORE_S
+    try_s = 0.25
+    while True:
+        try:
+            store = dist.TCPStore(
+                host_name=member.store_host,
+                port=member.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=try_s),
+            )
+        except (dist.DistNetworkError, dist.DistStoreError):
+            if is_superseded():
+                raise Superseded(f"generation {member.generation}") from None
+            if time.monotonic() > until_s:
+                raise
+            try_s *= 2.0
+        else:
+            store.set_timeout(timedelta(seconds=_STORE_S))
+            return store
 
 
 def _all_ports(mine: Sequence[int], control: dist.ProcessGroup) -> set[int]:

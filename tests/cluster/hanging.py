@@ -124,3 +124,13 @@ def slow_but_sound(run: elastic.Run) -> None:
         if step.number == 8 and run.generation == 0 and run.world_rank == 1:
             Path(run.config["mark"]).write_text(str(time.time()))
             time.sleep(1000)
+
+
+def slow_to_load(run: elastic.Run) -> None:
+    """Loading takes two seconds; every step is written down, with its generation and time."""
+    begun = time.time()
+    for step in _steps(run, Numbers(), run.config["until"], slow=Slow(run.config["slow_s"])):
+        told = f"{run.generation} {step.number} {begun} {time.time()}\n"
+        with Path(run.config["url"], f"steps-{os.getpid()}").open("a") as file:
+            file.write(told)
+        begun = time.time()

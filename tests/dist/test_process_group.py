@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -138,3 +139,65 @@ class _OpensOneMore(GroupSockets):
 def test_other_connections_of_the_process_stay():
     # Two peers in each of three groups.
     assert run_ranks(keeps_what_is_not_gloos, 3) == [(6, b"still here")] * 3
+
+
+def beside_one_that_dies_while_joining(
+    rank: int, world_size: int, victim: int, delay_s: float
+) -> float:
+    """How long the joining of a group takes of which a rank dies meanwhile; it may succeed."""
+    server = process_group.open_store("127.0.0.1") if rank == 0 else None
+    port = [server.port if server else 0]
+    dist.broadcast_object_list(port, src=0)
+    dist.barrier()
+    dist.destroy_process_group()
+    told = threading.Event()
+
+    def strike() -> None:
+        time.sleep(delay_s)
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.1)
+        told.set()
+        process_group.wake()
+
+    threading.Thread(target=strike, daemon=True).start()
+    begun_s = time.monotonic()
+    with contextlib.suppress(RuntimeError, process_group.Superseded):
+        process_group.connect(
+            member(rank, world_size, port[0]),
+            use_cuda=False,
+            timeout_s=600.0,
+            server=server,
+            is_superseded=told.is_set,
+        )
+    took_s = time.monotonic() - begun_s
+    process_group.disconnect()
+    # What comes next is not disturbed by what was left behind.
+    again = process_group.open_store("127.0.0.1")
+    process_group.connect(member(0, 1, again.port, 1), use_cuda=False, timeout_s=9.0, server=again)
+    dist.all_reduce(torch.ones(1))
+    process_group.disconnect()
+    return took_s
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.02])
+def test_a_peer_that_dies_while_all_join_holds_nobody_for_long(victim: int, delay_s: float):  # B84
+    took_s = run_ranks(
+        beside_one_that_dies_while_joining, 3, victim, delay_s, may_die={victim}
+    )
+    others = [took_s[rank] for rank in range(3) if rank != victim]
+    assert max(others) < 8.0  # not the 600 s that a collective may take
+
+
+def test_groups_have_the_timeout_asked_for_once_they_are_joined():
+    server = process_group.open_store("127.0.0.1")
+    groups = process_group.connect(
+        member(0, 1, server.port), use_cuda=False, timeout_s=77.0, server=server
+    )
+    try:
+        for group in (dist.group.WORLD, groups.control, groups.saves):
+            backend = group._get_backend(torch.device("cpu"))
+            assert backend.options._timeout.total_seconds() == 77.0
+    finally:
+        process_group.disconnect()
