@@ -20,7 +20,14 @@ from elastic import versions
 from elastic.importing import collector_paused
 from elastic.storage.run_file import free_name
 from jobs import ray_cluster
-from jobs.pretrain_arguments import InvalidInput, check, identity_of, parser, storage_of
+from jobs.pretrain_arguments import (
+    InvalidInput,
+    check,
+    hang_limits,
+    identity_of,
+    parser,
+    storage_of,
+)
 from jobs.report import Progress, report, stopped_line, summary
 
 if TYPE_CHECKING:
@@ -223,6 +230,7 @@ def _train(
                 from_step=arguments.from_step,
                 load_from=arguments.load_from,
                 trust_foreign=arguments.trust_foreign,
+                hangs=hang_limits(arguments),
             ),
         )
     except (ValueError, TypeError) as error:

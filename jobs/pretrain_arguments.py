@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic.importing import collector_paused
+from elastic.policy.durations import parse_duration_s
+from elastic.policy.hangs import HangLimits
 
 DEFAULT_STORAGE = Path("~/elastic-runs").expanduser()
 OPTIMIZERS = ("adamw", "sgd")
@@ -62,6 +64,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument(
         "--trust-foreign", action="store_true", help="whoever can write to --load-from is trusted"
     )
+    found.add_argument(
+        "--hang-limit",
+        default="5min",
+        metavar="DURATION",
+        help="a step that takes longer is a hang, unless others were as slow; none: never",
+    )
     found.add_argument("--json", metavar="PATH", help="write the summary here")
     found.add_argument("--quiet", action="store_true", help="no progress lines")
     return found
@@ -115,6 +123,7 @@ def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[in
     if arguments.model not in PRESETS:
         raise InvalidInput(f"--model is one of {', '.join(PRESETS)}; found {arguments.model!r}")
     _check_trust(arguments)
+    hang_limits(arguments)
     try:
         SaveInterval.parse(arguments.save_every)
         text = prepare(
@@ -145,6 +154,20 @@ def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[in
         },
     }
     return config, num_workers
+
+
+def hang_limits(arguments: argparse.Namespace) -> HangLimits | None:
+    """The limits that `--hang-limit` asks for.
+
+    Raises:
+        InvalidInput: it is no duration.
+    """
+    if arguments.hang_limit == "none":
+        return None
+    try:
+        return HangLimits(step_s=parse_duration_s(arguments.hang_limit, bare_unit="s"))
+    except ValueError as error:
+        raise InvalidInput(f"--hang-limit: {error}") from error
 
 
 def _check_trust(arguments: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from elastic.importing import collector_paused
 
 with collector_paused():
     import ray
-    from ray.exceptions import RayActorError
+    from ray.exceptions import GetTimeoutError, RayActorError
     from ray.train import Checkpoint
     from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
     from ray.train.v2._internal.callbacks.placement_group_callback import (
@@ -63,6 +63,9 @@ __all__ = ["Controller", "GroupMember", "GroupStartError", "launch", "read_nodes
 _WATCH = "watch"
 _REPORTS_PER_GENERATION = 1 << 32
 _KILL_CONFIRM_S = 5.0
+# The installation of a runtime environment counts in.
+_START_S = 1800.0
+_WARM_UP_S = 600.0
 # Ray Train's own watcher of preemptions would be one more process for each group, to no effect:
 # its control loop is not the one that runs. Its own `print` writes to a logger beside stdout, which
 # would have every line twice in a rank's log.
@@ -161,11 +164,12 @@ class _Group(WorkerGroup):
             for index in indices
         ]
         try:
-            found = ray.get([actor.get_metadata.remote() for actor in actors])
-        except RayActorError as error:
+            asked = [actor.get_metadata.remote() for actor in actors]
+            found = ray.get(asked, timeout=_START_S)
+        except (RayActorError, GetTimeoutError) as error:
             for actor in actors:
                 ray.kill(actor)
-            raise WorkerGroupStartupFailedError(f"a worker died while starting: {error}") from error
+            raise WorkerGroupStartupFailedError(f"a worker did not start: {error}") from error
         workers = [
             Worker(actor, metadata, resources_per_worker, placement_group_bundle_index=index)
             for index, actor, metadata in zip(indices, actors, found, strict=True)
@@ -239,6 +243,12 @@ class _Group(WorkerGroup):
         ray.get([worker.actor.run_train_fn.remote(context.train_fn_ref) for worker in new])
         self.joiners += new
         return new
+
+    def give_up(self, joiners: Sequence[Worker]) -> None:
+        """End workers that were to join and cannot."""
+        for worker in joiners:
+            ray.kill(worker.actor)
+        self.joiners = [one for one in self.joiners if one not in joiners]
 
     def _free_places(self, alive_nodes: Collection[str]) -> list[tuple[Any, int]]:
         members = [*self.get_workers(), *self.joiners]
@@ -393,12 +403,14 @@ class Controller(TrainController):
             GroupStartError: none could be started.
         """
         group = self._worker_group
+        new: list[Worker] = []
         try:
             new = group.add(num, alive_nodes)
-            ray.get([worker.execute_async(warm_up) for worker in new])
+            ray.get([worker.execute_async(warm_up) for worker in new], timeout=_WARM_UP_S)
         except WorkerGroupStartupTimeoutError as error:
             raise GroupStartError(f"no room for {num} more workers", True) from error
         except Exception as error:
+            group.give_up(new)
             text = f"{type(error).__name__}: {error}"
             raise GroupStartError(f"{num} more workers failed: {text}", False) from error
         return [(_member(worker), group.watch(worker)) for worker in new]

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elastic.cluster.diagnosis import diagnose
+from elastic.cluster.diagnosis import Diagnosis, diagnose
 from elastic.cluster.group import Group
-from elastic.policy.culprits import find_culprits
+from elastic.policy.culprits import are_all_at_work, find_culprits
 from elastic.policy.events import Diagnose, EndRanks, Event, HangFound, Stalled, StallPassed
 from elastic.policy.hangs import HangLimits, HangWatch, Heartbeat
 from elastic.storage.filesystem import Filesystem
@@ -75,23 +75,26 @@ class Standstill:
                 filesystem=self._filesystem,
                 generation=generation,
             )
-        except Exception:  # the group is most likely being changed under us
+        except Exception as error:  # the group is most likely being changed under us
             logger.exception("looking at a group that stands still")
-            self._post(StallPassed(generation=generation))
+            why = f"the ranks could not be looked at: {type(error).__name__}: {error}"
+            self._post(StallPassed(generation=generation, why=why))
             return
-        if not self._stall():
-            self._post(StallPassed(generation=generation))
-            return
-        self._post(
-            HangFound(
-                generation=generation,
-                culprits=find_culprits(found.looks),
-                stacks=found.stacks,
-                places=tuple(
-                    f"rank {look.world_rank} in {look.phase} at {look.place or 'no known place'}"
-                    for look in found.looks
-                ),
-            )
+        self._post(self._verdict(generation, found))
+
+    def _verdict(self, generation: int, found: Diagnosis) -> HangFound | StallPassed:
+        culprits = find_culprits(found.looks)
+        places = tuple(
+            f"rank {look.world_rank} in {look.phase} at {look.place or 'no known place'}"
+            for look in found.looks
+        )
+        if self._watch is None or not self._stall():
+            return StallPassed(generation=generation, why="the group went on by itself")
+        if are_all_at_work(found.looks, culprits) and self._watch.grant():
+            why = f"no rank waits for another, so they get more time: {'; '.join(places)}"
+            return StallPassed(generation=generation, why=why)
+        return HangFound(
+            generation=generation, culprits=culprits, stacks=found.stacks, places=places
         )
 
     async def _ask(self) -> Any:

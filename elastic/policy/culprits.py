@@ -48,6 +48,15 @@ class Culprit:
     text: str
 
 
+def are_all_at_work(looks: Sequence[RankLook], culprits: Sequence[Culprit]) -> bool:
+    """Whether no rank is held up by another: each is in code, data or storage of its own.
+
+    That may be a hang of all of them, and is more likely an evaluation that nobody told of, or
+    storage that is slow for everyone: ending all would not mend it.
+    """
+    return len(culprits) == len(looks) and all(one.kind != "stopped" for one in culprits)
+
+
 def find_culprits(looks: Sequence[RankLook]) -> tuple[Culprit, ...]:
     """The ranks to blame; none when all wait inside collectives, or for the driver."""
     silent = [look for look in looks if not look.answers]

@@ -164,7 +164,9 @@ class HangFound(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StallPassed(Event):
-    """While the ranks were looked at the group went on by itself."""
+    """No reason to end anybody was found."""
+
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,18 +100,28 @@ class HangWatch:
         self._ranks: dict[int, _Rank] = {}
         self._slowest_s: dict[str, float] = {}
         self._looked_s: float | None = None
+        self._granted_s = 0.0
 
     def begin(self, world_size: int, time_s: float) -> None:
         """From now on a new generation is heard, of which no rank has spoken yet."""
         silent = Heartbeat(phase="build", age_s=0.0)
         self._ranks = {rank: _Rank(beat=silent, heard_s=time_s) for rank in range(world_size)}
         self._looked_s = time_s
+        self._granted_s = 0.0
+
+    def grant(self) -> bool:
+        """Let every rank take as long as a first step for what it is doing now; False if it was
+        granted before, and has been used up."""
+        before, self._granted_s = self._granted_s, self._limits.first_s
+        return before == 0.0
 
     def heard(self, world_rank: int, beat: Heartbeat, time_s: float) -> None:
         """A heartbeat has come."""
         if world_rank not in self._ranks:
             return
         rank = self._ranks[world_rank]
+        if beat.age_s < rank.beat.age_s:
+            self._granted_s = 0.0  # somebody goes on
         rank.beat, rank.heard_s = beat, time_s
         for phase, seconds in beat.slowest_s.items():
             self._slowest_s[phase] = max(seconds, self._slowest_s.get(phase, 0.0))
@@ -146,9 +156,10 @@ class HangWatch:
     def _overdue(self, rank: _Rank, time_s: float) -> str:
         silent_s = time_s - rank.heard_s
         beat = rank.beat
-        if silent_s > self._limits.step_s:
-            return f"silent for {silent_s:.1f} s in {beat.phase} (limit {self._limits.step_s:g} s)"
-        standing_s, limit_s = beat.age_s + silent_s, self.limit_s(beat)
+        silence_s = max(self._limits.step_s, self._granted_s)
+        if silent_s > silence_s:
+            return f"silent for {silent_s:.1f} s in {beat.phase} (limit {silence_s:g} s)"
+        standing_s, limit_s = beat.age_s + silent_s, max(self.limit_s(beat), self._granted_s)
         if standing_s > limit_s:
             return f"in {beat.phase} for {standing_s:.1f} s (limit {limit_s:g} s)"
         return ""
@@ -158,10 +169,11 @@ class HangWatch:
         if beat.save_age_s is None:
             return ""
         age_s = beat.save_age_s + time_s - rank.heard_s
-        limit_s = self._limits.limit_s("save", self._slowest_s.get("save", 0.0), beat.num_bytes)
-        return (
-            f"a save in flight for {age_s:.1f} s (limit {limit_s:g} s)" if age_s > limit_s else ""
-        )
+        slowest_s = self._slowest_s.get("save", 0.0)
+        limit_s = max(self._limits.limit_s("save", slowest_s, beat.num_bytes), self._granted_s)
+        if age_s <= limit_s:
+            return ""
+        return f"a save in flight for {age_s:.1f} s (limit {limit_s:g} s)"
 
     def _forgive_own_lag(self, time_s: float) -> None:
         if self._looked_s is not None and time_s - self._looked_s > _LAG_S:

@@ -438,9 +438,10 @@ def _stalled(rules: Rules, now: Situation, event: Event, time_s: float) -> Decis
 
 
 def _stall_passed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    assert isinstance(event, StallPassed)
     if not now.is_stalled:
         return Decision(situation=now)
-    reason = "the group went on by itself"
+    reason = event.why
     record = Record(kind="stall_passed", generation=now.generation, step=now.step, reason=reason)
     return Decision(
         situation=replace(now, is_stalled=False, reason=reason), commands=(record,), reason=reason

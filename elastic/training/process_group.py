@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -189,11 +190,22 @@ def rehearse(device: torch.device) -> None:
 
 
 def wake() -> int:
-    """End what this process waits for in its gloo groups; how many sockets it took.
+    """End what this process waits for in its process groups; how many gloo sockets it took.
 
     From any thread. The groups are of no use afterwards.
     """
+    _abort_nccl()
     return _sockets.shut_down()
+
+
+def _abort_nccl() -> None:
+    """End NCCL collectives that wait for a peer. Untested: it needs GPUs."""
+    if not (torch.cuda.is_available() and dist.is_initialized()):
+        return
+    groups: dict[Any, Any] = distributed_c10d._world.pg_map
+    for group in list(groups):
+        with contextlib.suppress(RuntimeError):
+            group._get_backend(torch.device("cuda")).abort()
 
 
 def disconnect() -> None:

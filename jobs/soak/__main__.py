@@ -13,7 +13,8 @@ from typing import Any
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 all went well every time, 1 something did not, 2 wrong usage."""
     arguments = _parser().parse_args(argv)
-    print(f"seed {arguments.seed}", flush=True)
+    if arguments.seed is not None:
+        print(f"seed {arguments.seed}", flush=True)
     found: dict[str, Any] = arguments.soak(arguments)
     if arguments.json:
         Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
@@ -35,6 +36,12 @@ def _reforms(arguments: argparse.Namespace) -> dict[str, Any]:
     from jobs.soak import reforms
 
     return reforms.soak(arguments.count, arguments.seed, _say)
+
+
+def _alarms(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jobs.soak import alarms
+
+    return alarms.soak(arguments.minutes, _say)
 
 
 def _say(line: str) -> None:
@@ -64,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--seed", type=int, default=random.randrange(2**32))
         one.add_argument("--json", metavar="PATH", help="write what was found here")
         one.set_defaults(soak=soak)
+    what = "a run that nothing happens to, on a busy machine: what is taken for a failure"
+    alarms = soaks.add_parser("alarms", help=what, description=what)
+    alarms.add_argument("--minutes", type=float, default=10.0)
+    alarms.add_argument("--json", metavar="PATH", help="write what was found here")
+    alarms.set_defaults(soak=_alarms, seed=None)
     return parser
 
 

@@ -46,6 +46,11 @@ def test_save_interval_that_is_none(capsys):
     assert "'soon'" in refused(capsys, "--save-every", "soon")
 
 
+def test_hang_limit_that_is_none(capsys):
+    said = refused(capsys, "--hang-limit", "soon")
+    assert "--hang-limit" in said and "'soon'" in said
+
+
 def test_storage_that_would_be_shipped_or_is_relative(capsys):
     assert "absolute" in refused(capsys, "--storage", "runs")
     assert "ships" in refused(capsys, "--storage", str(Path.cwd() / "runs"))

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from elastic.policy.culprits import DATA, DRIVER, OWN, PEERS, STORAGE, RankLook, find_culprits
+from elastic.policy.culprits import (
+    DATA,
+    DRIVER,
+    OWN,
+    PEERS,
+    STORAGE,
+    RankLook,
+    are_all_at_work,
+    find_culprits,
+)
 from elastic.policy.hangs import HangLimits, HangWatch, Heartbeat
 
 LIMITS = HangLimits(step_s=3.0, first_s=60.0, storage_s=30.0, evaluation_s=40.0)
@@ -121,6 +130,19 @@ def test_ranks_that_are_done_are_not_waited_for():
     assert clock.until_stall(None, None, within_s=90.0)[1] == ""
 
 
+def test_more_time_is_granted_once_and_lasts_until_somebody_goes_on():
+    clock = Clock(2)
+    assert clock.watch.grant()
+    took_s, _ = clock.until_stall(beat("data"), beat("data"), within_s=99.0)
+    assert 60.0 < took_s < 61.0  # as long as a first step
+    assert not clock.watch.grant()
+    clock.watch.begin(2, clock.time_s)
+    assert clock.watch.grant()
+    clock.until_stall(beat("data"), beat("data"), within_s=2.0)
+    took_s, _ = clock.until_stall(beat("optimizer"), beat("data"), within_s=99.0)
+    assert took_s < 4.0
+
+
 @pytest.mark.parametrize("wrong", [{"step_s": 0}, {"times_slowest": 0.5}, {"storage_s": -1}])
 def test_limits_that_cannot_be_are_refused(wrong: dict[str, float]):
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -188,6 +210,15 @@ def test_several_are_blamed_together():
 def test_nobody_is_blamed_when_all_wait_for_each_other_or_for_the_driver():
     assert find_culprits([waiting(0, 8), waiting(1, 7)]) == ()
     assert find_culprits([waiting(0), waiting(1, waits_for=DRIVER)]) == ()
+
+
+def test_where_nobody_is_held_up_all_are_at_work():
+    everyone = [at_work(rank, 7, is_running=True) for rank in range(3)]
+    assert are_all_at_work(everyone, find_culprits(everyone))
+    one_waits = [waiting(0), *everyone[1:]]
+    assert not are_all_at_work(one_waits, find_culprits(one_waits))
+    stopped = [RankLook(world_rank=0, answers=False, process_state="T")]
+    assert not are_all_at_work(stopped, find_culprits(stopped))
 
 
 def test_a_group_of_one_has_only_itself_to_blame():

@@ -41,7 +41,7 @@ SAMPLES: dict[type[e.Event], e.Event] = {
     e.Unrecoverable: e.Unrecoverable(generation=4, reason="no sound checkpoint"),
     e.Stalled: e.Stalled(generation=4, detail="rank 0 in data for 9 s"),
     e.HangFound: e.HangFound(generation=4, culprits=(), stacks="stacks/g4-1"),
-    e.StallPassed: e.StallPassed(generation=4),
+    e.StallPassed: e.StallPassed(generation=4, why="it went on"),
     e.StopRequested: e.StopRequested(reason="asked"),
     e.SaveRequested: e.SaveRequested(reason="asked"),
     e.Tick: e.Tick(),
@@ -575,7 +575,7 @@ def test_a_stall_is_looked_into_once_and_who_is_at_fault_is_ended():
 def test_a_stall_that_passes_changes_nothing():
     drive = Drive(WARM).running(3)
     drive(STALLED)
-    assert [c.kind for c in drive(e.StallPassed(generation=0))] == ["stall_passed"]
+    assert [c.kind for c in drive(e.StallPassed(generation=0, why="w"))] == ["stall_passed"]
     assert drive.now.phase is Phase.RUNNING and not drive.now.is_stalled
     late = e.HangFound(generation=0, culprits=(CULPRIT,), stacks="")
     assert drive(late) == []  # nobody is ended on old evidence
