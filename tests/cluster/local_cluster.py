@@ -42,6 +42,9 @@ def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = 90.0) -
     raise AssertionError(f"timed out after {timeout_s:g} s waiting for {what}")
 
 
+_FIRST_WORDS = ("stall_seen", "failure_decided", "leave_ordered")
+
+
 class LocalCluster:
     """A head without CPUs and some nodes. Use `started` to make one."""
 
@@ -201,6 +204,23 @@ class Job:
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")[-6000:]
+
+
+def unaccounted_s(events: Sequence[LedgerEvent]) -> float:
+    """How far the phases of any recovery are from its whole, from the first word of it on."""
+    worst_s = 0.0
+    begun_s: float | None = None
+    for event in events:
+        if event.kind in _FIRST_WORDS and begun_s is None:
+            begun_s = event.time_s
+        if event.kind == "stall_passed":
+            begun_s = None
+        if event.kind == "recovered":
+            assert begun_s is not None
+            found_s = sum(event.data["phases_s"].values())
+            worst_s = max(worst_s, abs(found_s - (event.time_s - begun_s)))
+            begun_s = None
+    return worst_s
 
 
 def digest(url: str, step: int) -> str:

@@ -15,7 +15,7 @@ from elastic import ElasticConfig, ElasticTrainer, TrainingFailed
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
 from tests.cluster import functions
-from tests.cluster.local_cluster import LocalCluster
+from tests.cluster.local_cluster import LocalCluster, wait_for
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -74,6 +74,17 @@ def test_result_is_ray_trains_and_nothing_is_left(connected: LocalCluster, tmp_p
 
     left = [g for g in placement_group_table().values() if g["state"] in ("CREATED", "PENDING")]
     assert left == []
+    ours = ("DriverActor", "NodeAgent", "_WatchedWorker", "SynchronizationActor")
+    wait_for(
+        "the end of all actors",
+        lambda: (
+            not [
+                actor
+                for actor in ray._private.state.actors().values()
+                if actor["ActorClassName"] in ours and actor["State"] != "DEAD"
+            ]
+        ),
+    )
     deadline_s = time.monotonic() + 20
     while ray.available_resources().get("CPU", 0) < 3 and time.monotonic() < deadline_s:
         time.sleep(0.1)
