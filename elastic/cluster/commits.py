@@ -8,7 +8,7 @@ refused after it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from elastic.policy.events import Committed, Event, Record, Unrecoverable
 from elastic.policy.retention import Retention
 from elastic.storage.checkpoints import Catalog
+from elastic.storage.ledger import LedgerEvent
 from elastic.training.coordinator import CommitResult, Shard
 from elastic.training.publishing import Published, publish
 
@@ -26,6 +27,10 @@ class _Attempt:
     outcome: asyncio.Future[CommitResult] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+
+
+class NothingToResume(RuntimeError):
+    """Checkpoints were committed, and none can be found: starting at 0 would lose them."""
 
 
 class Commits:
@@ -70,6 +75,25 @@ class Commits:
 
         step: int | None = await self.in_order(choose)
         self._protected = set() if step is None else {step}
+        return step
+
+    async def choose(
+        self, generation: int, past: Sequence[LedgerEvent], *, from_scratch: bool
+    ) -> int | None:
+        """As `open`, for a run with this past.
+
+        Raises:
+            NothingToResume: the past tells of checkpoints, none can be found, and nobody has said
+                that the run may start again.
+        """
+        step = await self.open(generation)
+        committed = [event.step for event in past if event.kind == "checkpoint_committed"]
+        if step is None and committed and not from_scratch:
+            raise NothingToResume(
+                f"{len(committed)} checkpoints were committed, the last at step {committed[-1]}, "
+                f"and none is complete now under {self._catalog.fs.url}/checkpoints; "
+                "refusing to start again at step 0: restore them, or use another name"
+            )
         return step
 
     async def step_back(self, step: int, reason: str) -> int | None:

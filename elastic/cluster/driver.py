@@ -19,8 +19,9 @@ from ray.train import TrainingFailedError
 from elastic.cluster import capacity
 from elastic.cluster.claimed_run import ClaimedRun
 from elastic.cluster.commits import Commits, words_of
+from elastic.cluster.drains import Drains
 from elastic.cluster.driver_config import DriverConfig
-from elastic.cluster.group import Group, NothingToResume
+from elastic.cluster.group import Group
 from elastic.cluster.inbox import Inbox
 from elastic.cluster.last_words import LastWords
 from elastic.cluster.rank_words import NO_WORD, RankWords
@@ -59,6 +60,8 @@ _TICK_S = 0.25
 _LOOK_S = 1.0
 _PROGRESS_S = 5.0
 _FLUSH_S = 5.0
+_DRAINS_S = 0.5
+_REGULARLY = ("look", "progress", "flush", "inbox", "drains")
 _SHORT = (Phase.WAITING, Phase.HOLDING)
 _WATCHED = (Phase.RUNNING, Phase.GATHERING, Phase.LEAVING)
 
@@ -81,7 +84,7 @@ class Driver:
         self._tasks: set[asyncio.Future[None]] = set()
         self._ended: End | None = None
         self._is_looking = False
-        self._done_s = dict.fromkeys(("look", "progress", "flush", "inbox"), time.monotonic())
+        self._done_s = dict.fromkeys(_REGULARLY, time.monotonic())
         self._orders = Orders()
 
     def _open(self) -> None:
@@ -104,6 +107,7 @@ class Driver:
         self._standstill = Standstill(
             self._config.hangs, group=self._group, filesystem=run.filesystem, post=self._post
         )
+        self._drains = Drains(self._post)
         self._words = RankWords(
             recovery=self._recovery,
             metrics=run.metrics,
@@ -283,12 +287,18 @@ class Driver:
                 return  # the ledger may be closed by now
             self._every("progress", _PROGRESS_S, self._record_progress)
             self._every("flush", _FLUSH_S, self._flush)
+            if self._situation.phase is Phase.RUNNING:
+                self._every("drains", _DRAINS_S, self._look_for_drains)
             self._every("inbox", _LOOK_S, lambda: self._spawn(self._inbox.look()))
             if self._wants_more() and not self._is_looking:
                 self._every("look", _LOOK_S, self._look_for_capacity)
             if self._situation.phase in _WATCHED and not self._situation.is_stalled:
                 self._standstill.look(self._situation.generation)
             self._post(Tick())
+
+    def _look_for_drains(self) -> None:
+        generation = self._situation.generation
+        self._spawn(self._drains.look(generation, self._group.members, self._look_thread))
 
     def _flush(self) -> None:
         self._spawn(self._commits.in_order(self._run.metrics.flush))
@@ -335,18 +345,11 @@ class Driver:
         self._post(event)
 
     async def _choose(self, generation: int) -> int | None:
-        step = await self._commits.open(generation)
+        past, from_scratch = self._run.past, self._config.from_scratch
+        step = await self._commits.choose(generation, past, from_scratch=from_scratch)
         if step is not None:
             self._post(Committed(step=step))
-            return step
-        committed = [event.step for event in self._run.past if event.kind == "checkpoint_committed"]
-        if committed and not self._config.from_scratch:
-            raise NothingToResume(
-                f"{len(committed)} checkpoints were committed, the last at step {committed[-1]}, "
-                f"and none is complete now under {self._config.run_url}/checkpoints; "
-                "refusing to start again at step 0: restore them, or use another name"
-            )
-        return None
+        return step
 
     async def _stop(self, generation: int) -> None:
         self._recovery.took("stop", await self._group.stop(generation))
@@ -368,10 +371,7 @@ class Driver:
 
     def _told_of_save(self, what: str, found: Any) -> None:
         for word in words_of(what, found):
-            if isinstance(word, Record):
-                self._record(word)
-            else:
-                self._post(word)
+            self._record(word) if isinstance(word, Record) else self._post(word)
 
     async def _close(self) -> None:
         assert self._ended is not None

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import ActorUnavailableError
 
 from elastic.cluster import capacity, worker
+from elastic.cluster.commits import NothingToResume
 from elastic.cluster.last_words import LastWords
 from elastic.cluster.node_agents import NodeAgents
 from elastic.cluster.polling import Polling, first_line
@@ -48,10 +49,6 @@ _FREE_S = 0.5
 _DEATH_TOLD_S = 1.0
 _ENDED_S = 5.0
 _BURIED_S = 1.0
-
-
-class NothingToResume(RuntimeError):
-    """Checkpoints were committed, and none can be found: starting at 0 would lose them."""
 
 
 class Group:
@@ -155,13 +152,16 @@ class Group:
         self._joined, self._all_joined = set(), asyncio.Event()
         try:
             resume_step = await choose(generation)
-            alive = [
-                rank for rank, member in enumerate(self.members) if _key(member) not in self._gone
-            ]
-            members = self.members = await self.on_thread(self._host.keep_group, alive)
+            leaving = [self.members[rank] for rank in command.without]
+            self._gone |= {_key(member) for member in leaving}
+            members = await self.on_thread(self._host.keep_group, self._is_there)
+            self.members = members
+            if generation != self._generation:
+                return  # one more death: what is told to the ranks now is told by the next one
             if len(members) < min_workers:  # a joiner has died meanwhile
                 told = f"{len(members)} workers are left of at least {min_workers}"
                 raise GroupStartError(told, True)
+            self._spawn(self._bury(leaving))
             on_regrouped(generation, len(members))
             await self.on_thread(self._tell_ranks, generation, members, resume_step)
             await asyncio.wait_for(self._wait_for_all(), timeout=_REFORM_S)
@@ -180,6 +180,9 @@ class Group:
         on_reformed(members, resume_step)
         self._post(GroupStarted(generation=generation, world_size=len(members)))
         await self._polling.until(generation, lambda: generation != self._generation)
+
+    def _is_there(self, member: GroupMember) -> bool:
+        return _key(member) not in self._gone
 
     async def _wait_for_all(self) -> None:
         while not self._all_joined.is_set():

@@ -58,7 +58,15 @@ with collector_paused():
     )
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-__all__ = ["Controller", "GroupMember", "GroupStartError", "launch", "read_nodes", "tell_rank"]
+__all__ = [
+    "Controller",
+    "GroupMember",
+    "GroupStartError",
+    "launch",
+    "read_draining_nodes",
+    "read_nodes",
+    "tell_rank",
+]
 
 _WATCH = "watch"
 _REPORTS_PER_GENERATION = 1 << 32
@@ -276,10 +284,14 @@ class _Group(WorkerGroup):
             for callback in self._callbacks:
                 callback.after_worker_group_poll_status(status)
 
-    def keep(self, world_ranks: Sequence[int]) -> None:
-        """Go on with these workers and the living joiners, numbered anew; the others are dead."""
-        old = self.get_workers()
-        kept = [old[rank] for rank in world_ranks]
+    def keep(self, is_there: Callable[[GroupMember], bool]) -> None:
+        """Go on with these workers and the living joiners, numbered anew; the others are ended."""
+        kept = []
+        for worker in self.get_workers():
+            if is_there(_member(worker)):
+                kept.append(worker)
+            else:
+                ray.kill(worker.actor)  # it may be alive, on a node that is about to go
         kept += [one for one in self.joiners if self._lives(one)]
         self.joiners = []
         kept = _local_ranks_by_node(WorkerGroup._assign_worker_ranks(kept))
@@ -372,9 +384,9 @@ class Controller(TrainController):
         self._set_state(RunningState())
         return [_member(worker) for worker in group.get_workers()]
 
-    def keep_group(self, world_ranks: Sequence[int]) -> list[GroupMember]:
+    def keep_group(self, is_there: Callable[[GroupMember], bool]) -> list[GroupMember]:
         """Go on with these workers of the group, numbered anew; returns them by their new rank."""
-        self._worker_group.keep(world_ranks)
+        self._worker_group.keep(is_there)
         return [_member(worker) for worker in self._worker_group.get_workers()]
 
     def free_reporters(self) -> None:
@@ -557,6 +569,15 @@ def launch(
     )
 
 
+def read_draining_nodes() -> dict[str, int]:
+    """Ids of the nodes that are about to go, and until when they have, in ms since 1970; 0: none.
+
+    Asks Ray.
+    """
+    found: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    return found
+
+
 def read_nodes() -> list[dict[str, Any]]:
     """The nodes that Ray holds for alive and not draining, each with what is free on it now.
 
@@ -564,7 +585,7 @@ def read_nodes() -> list[dict[str, Any]]:
     as Ray's health checks take.
     """
     available = ray._private.state.available_resources_per_node()
-    draining = ray._private.state.state.get_draining_nodes()
+    draining = read_draining_nodes()
     return [
         {
             "node_id": node["NodeID"],

@@ -17,6 +17,7 @@ class Recovery:
         self._phases_s: dict[str, float] = {}
         self._decided_s: float | None = None
         self._suspected_s: float | None = None
+        self._has_begun_anew = False
 
     def reached(self, step: int) -> None:
         """A rank has finished this step."""
@@ -41,6 +42,7 @@ class Recovery:
     def _open(self, reason: str, world_size: int) -> None:
         if self._decided_s is None:
             now_s = time.monotonic()
+            self._has_begun_anew = False
             self._decided_s = now_s if self._suspected_s is None else self._suspected_s
             self.old_world_size = world_size
             self._phases_s = {"diagnose": now_s - self._decided_s}
@@ -50,6 +52,7 @@ class Recovery:
 
     def begin_start(self) -> None:
         """A new group starts: what an earlier, failed start took no longer counts as its phases."""
+        self._has_begun_anew = True
         for phase in ("place", "start", "connect", "build", "load"):
             self._phases_s.pop(phase, None)
 
@@ -70,8 +73,8 @@ class Recovery:
 
         `wait` is what no other phase accounts for, so that the phases add up to the whole.
         """
-        if self._decided_s is None:
-            return None
+        if self._decided_s is None or not self._has_begun_anew:
+            return None  # a group that was asked to leave before its own first step
         whole_s = time.monotonic() - self._decided_s
         names = ("diagnose", "join", "stop", "place", "start", "connect", "build", "load")
         phases = {name: self._phases_s.get(name, 0.0) for name in names}

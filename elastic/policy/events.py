@@ -170,6 +170,15 @@ class StallPassed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodesDraining(Event):
+    """Nodes on which ranks of this group run are about to go."""
+
+    world_ranks: frozenset[int]
+    detail: str
+    """Which nodes, and how much time they have."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopRequested(Event):
     """Somebody asked the run to save and stop."""
 
@@ -222,6 +231,8 @@ class Reform(Command):
 
     generation: int
     world_size: int
+    without: frozenset[int] = frozenset()
+    """World ranks of the old group that are left behind and ended, though they are alive."""
 
 
 @dataclass(frozen=True, kw_only=True)

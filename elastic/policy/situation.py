@@ -112,6 +112,8 @@ class Situation:
     """Why the last chance to grow was not taken."""
     errors: tuple[RankError, ...] = ()
     deaths: tuple[WorkerDied, ...] = ()
+    draining: frozenset[int] = frozenset()
+    """Ranks whose nodes are about to go, and which take no part in the next generation."""
     left: frozenset[int] = frozenset()
     finished: frozenset[int] = frozenset()
     then: Then = Then.RESTART

@@ -27,6 +27,7 @@ from elastic.policy.events import (
     JoinersFailed,
     JoinersReady,
     LookForCapacity,
+    NodesDraining,
     OrderLeave,
     OrderSave,
     Progressed,
@@ -145,6 +146,7 @@ def _start(now: Situation, size: int, event: CapacitySeen, time_s: float) -> Dec
         finished=frozenset(),
         then=Then.RESTART,
         is_stalled=False,
+        draining=frozenset(),
         reason=reason,
         error=None,
     )
@@ -180,7 +182,7 @@ def _started(rules: Rules, now: Situation, event: Event, time_s: float) -> Decis
     if now.errors:
         return Decision(situation=replace(new, phase=Phase.GATHERING))
     if new.finished | new.left and len(new.finished | new.left) >= new.world_size:
-        return _all_done(new, time_s)
+        return _all_done(rules, new, time_s)
     if now.stop_reason:
         return _leave(new, Then.STOP, now.stop_reason, time_s)
     if now.num_joiners:
@@ -573,7 +575,8 @@ def _fail(
 
 def _num_alive(now: Situation) -> int:
     """Processes that could make the next generation: survivors, and joiners that wait."""
-    return now.world_size - len({death.world_rank for death in now.deaths}) + now.num_joiners
+    gone = {death.world_rank for death in now.deaths} | now.draining
+    return now.world_size - len(gone) + now.num_joiners
 
 
 def _hold(
@@ -674,6 +677,7 @@ def _reform(now: Situation, size: int, time_s: float, before: tuple[Command, ...
         is_stalled=False,
         error=None,
         num_joiners=0,
+        draining=frozenset(),
     )
     planned = Record(
         kind="generation_planned",
@@ -681,7 +685,8 @@ def _reform(now: Situation, size: int, time_s: float, before: tuple[Command, ...
         reason=f"re-forming as generation {generation} with {size} workers",
         data={"world_size": size},
     )
-    commands = (*before, planned, Reform(generation=generation, world_size=size))
+    reform = Reform(generation=generation, world_size=size, without=now.draining)
+    commands = (*before, planned, reform)
     return Decision(situation=new, commands=commands, reason=now.reason)
 
 
@@ -721,7 +726,7 @@ def _rank_done(rules: Rules, now: Situation, event: Event, time_s: float) -> Dec
     new = _with_done(now, event)
     if len(new.finished | new.left) < now.world_size:
         return Decision(situation=new)
-    return _all_done(new, time_s)
+    return _all_done(rules, new, time_s)
 
 
 def _with_done(now: Situation, event: RankFinished | RankLeft) -> Situation:
@@ -731,9 +736,29 @@ def _with_done(now: Situation, event: RankFinished | RankLeft) -> Situation:
     return replace(new, left=now.left | {event.world_rank})
 
 
-def _all_done(now: Situation, time_s: float) -> Decision:
+def _nodes_draining(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """Nodes are about to go: the group saves and re-forms without them, and no step is lost."""
+    assert isinstance(event, NodesDraining)
+    new = replace(now, draining=event.world_ranks)
+    ranks = ", ".join(str(rank) for rank in sorted(event.world_ranks))
+    reason = f"leaving {event.detail}, with rank {ranks}, after a save"
+    record = Record(
+        kind="drain_noticed",
+        generation=now.generation,
+        step=now.step,
+        reason=event.detail,
+        data={"world_ranks": sorted(event.world_ranks)},
+    )
+    left = _leave(new, Then.REFORM, reason, time_s)
+    return replace(left, commands=(record, *left.commands))
+
+
+def _all_done(rules: Rules, now: Situation, time_s: float) -> Decision:
     if now.then is Then.REFORM and not now.finished:
-        return _reform(now, now.world_size + now.num_joiners, time_s, before=())
+        size = _num_alive(now)
+        if size < rules.min_workers:
+            return _hold(rules, replace(now, waiting_since_s=time_s), time_s)
+        return _reform(now, size, time_s, before=())
     then = Then.FINISH if now.finished else now.then
     reason = f"all ranks finished at step {now.step}" if now.finished else now.reason
     new = replace(now, phase=Phase.STOPPING, since_s=time_s, then=then, reason=reason)
@@ -825,6 +850,7 @@ EVENTS = (
     Stalled,
     HangFound,
     StallPassed,
+    NodesDraining,
     StopRequested,
     SaveRequested,
     Tick,
@@ -846,6 +872,7 @@ _LATE: dict[type[Event], Handler] = {
     Stalled: _ignore,
     HangFound: _ignore,
     StallPassed: _ignore,
+    NodesDraining: _ignore,
     SaveRequested: _save_later,
     Tick: _ignore,
 }
@@ -877,6 +904,7 @@ _GROUP: dict[type[Event], Handler] = {
     Stalled: _stalled,
     HangFound: _hang_found,
     StallPassed: _stall_passed,
+    NodesDraining: _ignore,  # told again and again, while ranks are there
     StopRequested: _stop_anyway,
     SaveRequested: _save_later,
     Tick: _ignore,
@@ -930,6 +958,7 @@ _ROWS: dict[Phase, dict[type[Event], Handler]] = {
         **_GROUP,
         CapacitySeen: _grow_or_not,
         JoinersReady: _grow,
+        NodesDraining: _nodes_draining,
         StopRequested: _stop_running,
         SaveRequested: _save_running,
     },

@@ -42,6 +42,9 @@ SAMPLES: dict[type[e.Event], e.Event] = {
     e.Stalled: e.Stalled(generation=4, detail="rank 0 in data for 9 s"),
     e.HangFound: e.HangFound(generation=4, culprits=(), stacks="stacks/g4-1"),
     e.StallPassed: e.StallPassed(generation=4, why="it went on"),
+    e.NodesDraining: e.NodesDraining(
+        generation=4, world_ranks=frozenset({1}), detail="node a, which goes in 30 s"
+    ),
     e.StopRequested: e.StopRequested(reason="asked"),
     e.SaveRequested: e.SaveRequested(reason="asked"),
     e.Tick: e.Tick(),
@@ -597,3 +600,50 @@ def test_a_group_that_hangs_while_it_leaves_is_freed_too():
     drive(e.StopRequested(reason="asked"))
     assert drive.now.phase is Phase.LEAVING
     assert drive(STALLED)[-1] == e.Diagnose(generation=0)
+
+
+# --- drains -----------------------------------------------------------------------------------
+
+
+def draining(*ranks: int) -> e.NodesDraining:
+    return e.NodesDraining(
+        generation=0, world_ranks=frozenset(ranks), detail="node a, which goes in 30 s"
+    )
+
+
+def left(drive: Drive, size: int) -> list[e.Command]:
+    return drive(*[e.RankLeft(generation=0, world_rank=rank, step=40) for rank in range(size)])
+
+
+def test_a_node_that_is_to_go_is_left_after_a_save():
+    drive = Drive(WARM).running(3)
+    commands = drive(draining(0))
+    assert isinstance(commands[-1], e.OrderLeave) and commands[0].kind == "drain_noticed"
+    assert drive(draining(0)) == []  # said again and again
+    assert left(drive, 3)[-1] == e.Reform(generation=1, world_size=2, without=frozenset({0}))
+    assert drive.now.draining == frozenset()
+
+
+def test_too_few_beside_it_save_and_wait():
+    drive = Drive(WARM).running(2)
+    drive(draining(1))
+    assert left(drive, 2)[-1] == e.LookForCapacity()
+    assert drive.now.phase is Phase.HOLDING and "1 of at least 2" in drive.now.reason
+    drive(e.CapacitySeen(num_workers=2))
+    assert drive(e.JoinersReady(num=1))[-1] == e.Reform(
+        generation=1, world_size=2, without=frozenset({1})
+    )
+
+
+def test_a_node_that_goes_before_its_time_is_lost_as_any_other():
+    drive = Drive(WARM).running(4)
+    drive(draining(1))
+    gone = e.WorkerDied(generation=0, world_rank=1, node_lost=True, detail="gone")
+    assert drive(gone)[-1] == e.Reform(generation=1, world_size=3, without=frozenset({1}))
+
+
+def test_a_death_meanwhile_leaves_out_both():
+    drive = Drive(WARM).running(4)
+    drive(draining(1))
+    died = e.WorkerDied(generation=0, world_rank=3, node_lost=False, detail="killed")
+    assert drive(died)[-1] == e.Reform(generation=1, world_size=2, without=frozenset({1}))
