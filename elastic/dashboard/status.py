@@ -169,23 +169,26 @@ def _state_after(event: LedgerEvent) -> str | None:
 
 
 def restarts_by_cause(events: Iterable[LedgerEvent]) -> dict[str, int]:
-    """How often the group was formed anew, by what made it so; `growth` was nobody's fault.
+    """How often the group was formed anew, by what made it so; `growth` was nobody's fault, and a
+    `drain` is a node that was left before it went.
 
     A failure counts when it is decided, growth when the larger group stands: a group that leaves
     because the run was asked to stop is no restart. Submitting again is none either.
     """
     counts: Counter[str] = Counter()
-    leaving = False
+    planned, leaving = "growth", ""
     for event in events:
         if event.kind == "failure_decided":
-            leaving = False
+            planned, leaving = "growth", ""
             if event.data.get("then", "restart") == "restart":
                 counts[_text(event.data.get("cause")) or "unknown"] += 1
         elif event.kind == "generation_started":
-            counts["growth"] += leaving
-            leaving = False
+            counts[leaving] += bool(leaving)
+            planned, leaving = "growth", ""
+        elif event.kind == "drain_noticed":
+            planned = "drain"
         elif event.kind in ("leave_ordered", "run_started"):
-            leaving = event.kind == "leave_ordered"
+            leaving = planned if event.kind == "leave_ordered" else ""
     return {cause: counts[cause] for cause in sorted(counts) if counts[cause]}
 
 

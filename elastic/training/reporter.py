@@ -11,16 +11,20 @@ import torch
 from elastic.training.compilation import Compilation
 from elastic.training.coordinator import Coordinator
 
+_INTERVAL_S = 0.25
+_MOST_PER_S = 400.0
+
 
 class Reporter:
-    """Sends a heartbeat (phase, step and, of rank 0, metrics) every `interval_s`, and when asked.
+    """Sends a heartbeat (phase, step and, of rank 0, metrics) four times a second, and when asked.
 
-    The training thread only writes attributes and appends rows, which costs it nothing.
+    The training thread only writes attributes and appends rows, which costs it nothing. In a large
+    group each rank speaks more seldom: the driver hears all of them.
     """
 
-    def __init__(self, coordinator: Coordinator, *, interval_s: float = 0.25) -> None:
+    def __init__(self, coordinator: Coordinator, *, world_size: int = 1) -> None:
         self._coordinator = coordinator
-        self._interval_s = interval_s
+        self._interval_s = max(_INTERVAL_S, world_size / _MOST_PER_S)
         self._lock = threading.Lock()
         self._rows: list[dict[str, Any]] = []
         self._closed = threading.Event()

@@ -70,7 +70,7 @@ class Run:
         self._rng: Callable[[], None] | None = None
         self._pending: tuple[int, dict[str, float], PendingMetrics] | None = None
         self._saves_asked = self._saves_seen = 0
-        self._reporter = Reporter(coordinator)
+        self._reporter = Reporter(coordinator, world_size=member.world_size)
         self._begun_s = time.monotonic()
         self._loaded_s: float | None = None
         saver = self.once("elastic.saver", AsyncSaver)

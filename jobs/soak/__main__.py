@@ -38,6 +38,12 @@ def _reforms(arguments: argparse.Namespace) -> dict[str, Any]:
     return reforms.soak(arguments.count, arguments.seed, _say)
 
 
+def _drains(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jobs.soak import drains
+
+    return drains.soak(arguments.count, arguments.seed, _say)
+
+
 def _alarms(arguments: argparse.Namespace) -> dict[str, Any]:
     from jobs.soak import alarms
 
@@ -65,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
             50,
             "re-forms in a row, and what the surviving process gains by them",
         ),
+        ("drains", _drains, 20, "nodes told to go, one after the other, and what each costs"),
     ):
         one = soaks.add_parser(name, help=what, description=what)
         one.add_argument("--count", type=_count, default=count, help="how many times")

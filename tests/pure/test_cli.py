@@ -261,10 +261,13 @@ def test_restarts_are_counted_by_cause() -> None:
         "generation_ended",
         "generation_started",
         failed("node_lost"),
+        "drain_noticed",
+        "leave_ordered",
+        "generation_started",
         failed("user_exception", then="fail"),
         "run_failed",
     )
-    assert restarts_by_cause(told) == {"growth": 1, "node_lost": 2}
+    assert restarts_by_cause(told) == {"drain": 1, "growth": 1, "node_lost": 2}
 
 
 def test_leaving_in_order_to_stop_is_no_restart() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from elastic.storage.ledger import LedgerEvent
+from jobs.soak import drains
 from jobs.soak.reforms import Usage, _drift, judge
 from jobs.soak.submits import _judge_ledger
 
@@ -52,3 +53,18 @@ def test_a_second_writer_is_told() -> None:
     one = [event("run_started", 1), event("run_stopped", 1)]
     assert _judge_ledger(one) == []
     assert "2 drivers have written" in _judge_ledger([*one, event("progress", 2)])[0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({}, ""),
+        ({"lost_steps": 1}, "lost_steps is 1, at most 0"),
+        ({"standstill_s": 2.5}, "standstill_s is 2.5, at most 2"),
+        ({"free_after_s": 31.0}, "free_after_s is 31, at most 30"),
+    ],
+)
+def test_a_drain_that_costs_too_much_is_told(wrong: dict[str, float], words: str) -> None:
+    good = {"world_rank": 0, "lost_steps": 0, "standstill_s": 0.4, "free_after_s": 2.0}
+    found = drains._judge([good, {**good, **wrong}])
+    assert [words in failure and "drain 1" in failure for failure in found] == [True] * bool(wrong)

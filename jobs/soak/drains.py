@@ -1,0 +1,97 @@
+"""Drains in a row: each rank's node in turn is told to go, goes, and another one comes.
+
+What has to hold every time: no step is lost, training stands still for two seconds at most, and the
+node is free of the run before its deadline.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elastic.storage.ledger import LedgerEvent
+from jobs.bench.cluster import LocalCluster, local_cluster
+from jobs.soak.job import SoakJob
+
+DEADLINE_S = 30
+STANDSTILL_S = 2.0
+_FLAGS = (
+    *("--model", "nano", "--global-batch", "12", "--micro-batch", "2", "--sequence-length", "64"),
+    *("--save-every", "1000000", "--grow-interval", "1", "--steps", "100000000"),
+    *("--num-workers", "1:3"),
+)
+
+
+def soak(count: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """For each drain: steps lost, seconds from the order to leave to the next step, and seconds
+    from the drain to the end of the worker on that node."""
+    rng = random.Random(seed)
+    found: list[dict[str, Any]] = []
+    with local_cluster(num_nodes=3, cpus_per_node=1, fast_health_checks=True) as cluster:
+        job = SoakJob(cluster.address, cluster.directory / "runs")
+        with job.going_on(*_FLAGS):
+            job.wait_for("three workers", lambda: _is_whole(job))
+            for number in range(count):
+                time.sleep(rng.random())
+                found.append(_drain(cluster, job, number % 3))
+                say(f"{number + 1}/{count}: {found[-1]}")
+            job.stop()
+        failures = [f"{e.kind}: {e.reason}" for e in job.events("failure_decided", "reform_failed")]
+    return {"seed": seed, "drains": found, "failures": [*_judge(found), *failures]}
+
+
+def _drain(cluster: LocalCluster, job: SoakJob, world_rank: int) -> dict[str, Any]:
+    member = job.ranks()[world_rank]
+    num_before = len(job.events("recovered"))
+    begun_s = time.time()
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "drain-node"),
+        *("--address", cluster.address, "--node-id", member["node_id"]),
+        *("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "soak"),
+        *("--deadline-remaining-seconds", str(DEADLINE_S)),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    left: LedgerEvent = job.wait_for("re-form without it", lambda: _next(job, num_before))
+    job.wait_for("end of its worker", lambda: not Path(f"/proc/{member['pid']}").exists())
+    free_s = time.time() - begun_s
+    ordered = [e for e in job.events("leave_ordered") if e.time_s < left.time_s][-1]
+    cluster.remove_node(member["node_id"])
+    cluster.add_node()
+    job.wait_for("three workers again", lambda: _is_whole(job, num_before + 2))
+    grown = job.events("recovered")[-1]
+    return {
+        "world_rank": world_rank,
+        "lost_steps": left.data["lost_steps"] + grown.data["lost_steps"],
+        "standstill_s": left.time_s - ordered.time_s,
+        "free_after_s": free_s,
+    }
+
+
+def _next(job: SoakJob, num_before: int) -> LedgerEvent | None:
+    done = job.events("recovered")
+    return done[num_before] if len(done) > num_before else None
+
+
+def _is_whole(job: SoakJob, num_recovered: int = 0) -> bool:
+    """All three train, after so many re-forms."""
+    steps = [event.step for event in job.events("progress")]
+    return (
+        len(job.ranks()) == 3
+        and len(job.events("recovered")) >= num_recovered
+        and max(steps, default=0) > 0
+    )
+
+
+def _judge(found: list[dict[str, Any]]) -> list[str]:
+    limits = {"lost_steps": 0, "standstill_s": STANDSTILL_S, "free_after_s": DEADLINE_S}
+    return [
+        f"drain {number}: {name} is {one[name]:g}, at most {limit:g} allowed"
+        for number, one in enumerate(found)
+        for name, limit in limits.items()
+        if one[name] > limit
+    ]
