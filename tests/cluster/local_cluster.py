@@ -9,11 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.cluster_utils import Cluster
@@ -21,8 +22,12 @@ from ray.cluster_utils import Cluster
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerEvent, read_ledger
+from elastic.storage.requests import STOP, ask
 from elastic.storage.run_file import load_run_file
 from jobs.bench.cluster import FAST_HEALTH_CHECKS
+
+if TYPE_CHECKING:
+    from elastic import ElasticTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 # So that `python` on the cluster is the one that has this project's dependencies.
@@ -204,6 +209,38 @@ class Job:
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")[-6000:]
+
+
+class Fit:
+    """`trainer.fit()` in a thread, while a test does things to its run."""
+
+    def __init__(self, trainer: ElasticTrainer) -> None:
+        self._url = trainer.run_url
+        self._fit = trainer.fit
+        self._failures: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._fit()
+        except BaseException as error:  # noqa: BLE001 - the test tells it
+            self._failures.append(error)
+
+    def events(self, kind: str) -> list[LedgerEvent]:
+        """What the ledger holds so far of this kind; fails once the run has failed."""
+        assert self._failures == []
+        found = read_ledger(Filesystem.at(self._url)) if Path(self._url).is_dir() else []
+        return [event for event in found if event.kind == kind]
+
+    def stop(self) -> None:
+        """Have it save and stop."""
+        ask(Filesystem.at(self._url), STOP, who="a test", time_s=time.time(), epoch=1)
+
+    def join(self, timeout_s: float = 120.0) -> None:
+        """Wait for its end, which has to be a good one."""
+        self._thread.join(timeout=timeout_s)
+        assert not self._thread.is_alive() and self._failures == []
 
 
 def unaccounted_s(events: Sequence[LedgerEvent]) -> float:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from pathlib import Path
 
 import pytest
 from ray.train import RunConfig, ScalingConfig
 
 from elastic import ElasticConfig, ElasticTrainer
-from elastic.storage.filesystem import Filesystem
-from elastic.storage.ledger import LedgerEvent, read_ledger
 from tests.cluster import functions, hanging
-from tests.cluster.local_cluster import LocalCluster, wait_for
+from tests.cluster.local_cluster import Fit, LocalCluster, wait_for
 
 SLOW_S = 1.0
 
@@ -34,21 +31,8 @@ def test_each_is_counted_once_and_no_two_generations_step_at_once(  # B84
         run_config=RunConfig(name="run", storage_path=str(tmp_path)),
         elastic_config=ElasticConfig(save_every=10, save_behind="wait"),
     )
-    failures: list[BaseException] = []
-
-    def fit() -> None:
-        try:
-            trainer.fit()
-        except BaseException as error:  # noqa: BLE001 - the test tells it
-            failures.append(error)
-
-    def events(kind: str) -> list[LedgerEvent]:
-        assert failures == []
-        found = read_ledger(Filesystem.at(url)) if Path(url).is_dir() else []
-        return [event for event in found if event.kind == kind]
-
-    thread = threading.Thread(target=fit, daemon=True)
-    thread.start()
+    fit = Fit(trainer)
+    events = fit.events
     wait_for("a commit", lambda: [e for e in events("checkpoint_committed") if e.step >= 10])
     pids = [one["pid"] for one in events("generation_started")[0].data["ranks"]]
     functions.kill(pids[0])
@@ -62,8 +46,7 @@ def test_each_is_counted_once_and_no_two_generations_step_at_once(  # B84
 
     wait_for("two that load", loading)
     functions.kill(pids[2])
-    thread.join(timeout=90)
-    assert not thread.is_alive() and failures == []
+    fit.join()
 
     died = events("worker_died")
     assert sorted(int(e.reason.split()[1]) for e in died) == sorted(pids[:3])  # each told once

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,8 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 import elastic
 from elastic import ElasticConfig, ElasticTrainer
-from elastic.storage.filesystem import Filesystem
-from elastic.storage.ledger import LedgerEvent, read_ledger
-from elastic.storage.requests import STOP, ask
 from tests.cluster import functions
-from tests.cluster.local_cluster import LocalCluster, wait_for
+from tests.cluster.local_cluster import Fit, LocalCluster, wait_for
 
 # Every field that Ray Train has, and what becomes of it: a new one must be put here.
 HONOURED = {
@@ -87,7 +83,6 @@ def reports(run: elastic.Run) -> None:
 def test_reports_ranks_and_checkpoint_after_shrink_and_growth(
     connected: LocalCluster, tmp_path: Path
 ):
-    url = f"{tmp_path}/run"
     told = tmp_path / "told"
     trainer = ElasticTrainer(
         reports,
@@ -98,21 +93,8 @@ def test_reports_ranks_and_checkpoint_after_shrink_and_growth(
         ),
         elastic_config=ElasticConfig(save_every=5),
     )
-    failures: list[BaseException] = []
-
-    def fit() -> None:
-        try:
-            trainer.fit()
-        except BaseException as error:  # noqa: BLE001 - the test tells it
-            failures.append(error)
-
-    thread = threading.Thread(target=fit, daemon=True)
-    thread.start()
-
-    def events(kind: str) -> list[LedgerEvent]:
-        assert failures == []
-        found = read_ledger(Filesystem.at(url)) if Path(url).is_dir() else []
-        return [event for event in found if event.kind == kind]
+    fit = Fit(trainer)
+    events = fit.events
 
     def rows() -> list[list[dict[str, Any]]]:
         return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
@@ -124,9 +106,8 @@ def test_reports_ranks_and_checkpoint_after_shrink_and_growth(
     functions.kill(events("generation_started")[0].data["ranks"][2]["pid"])
     wait_for("reports of those left", lambda: len(reported(1)) > 5)
     wait_for("reports of all three again", lambda: len(reported(2)) > 5)
-    ask(Filesystem.at(url), STOP, who="a test", time_s=0.0, epoch=1)
-    thread.join(timeout=60)
-    assert not thread.is_alive() and failures == []
+    fit.stop()
+    fit.join()
     assert events("reform_failed") == []
     for generation, size in ((0, 3), (1, 2), (2, 3)):
         resumed = events("generation_started")[generation].step

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,8 @@ import ray
 from ray.train import RunConfig, ScalingConfig
 
 from elastic import ElasticConfig, ElasticTrainer
-from elastic.storage.filesystem import Filesystem
-from elastic.storage.ledger import LedgerEvent, read_ledger
-from elastic.storage.requests import STOP, ask
 from tests.cluster import functions
-from tests.cluster.local_cluster import started, wait_for
+from tests.cluster.local_cluster import Fit, started, wait_for
 
 
 @pytest.mark.timeout(300)
@@ -33,29 +28,16 @@ def test_the_node_of_rank_0_is_lost_and_comes_back(tmp_path: Path):  # B18, B65
             run_config=RunConfig(name="run", storage_path=str(tmp_path)),
             elastic_config=ElasticConfig(save_every="20steps"),
         )
-        failures: list[BaseException] = []
-
-        def fit() -> None:
-            try:
-                trainer.fit()
-            except BaseException as error:  # noqa: BLE001 - the test tells it
-                failures.append(error)
-
-        thread = threading.Thread(target=fit, daemon=True)
-        thread.start()
-
-        def events(kind: str) -> list[LedgerEvent]:
-            assert failures == []
-            return [e for e in read_ledger(Filesystem.at(trainer.run_url)) if e.kind == kind]
+        fit = Fit(trainer)
+        events = fit.events
 
         wait_for("a commit", lambda: [e for e in events("checkpoint_committed") if e.step >= 20])
         cluster.remove(events("generation_started")[0].data["ranks"][0]["node_id"])
         wait_for("the surviving two", lambda: events("recovered"))
         cluster.add(num_cpus=2)
         wait_for("all four again", lambda: len(events("recovered")) == 2)
-        ask(Filesystem.at(trainer.run_url), STOP, who="a test", time_s=time.time(), epoch=1)
-        thread.join(timeout=120)
-        assert not thread.is_alive() and failures == []
+        fit.stop()
+        fit.join()
         started_as = events("generation_started")
         sizes = [e.data["world_size"] for e in started_as]
         assert sizes == [4, 2, 4]
