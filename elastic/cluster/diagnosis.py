@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.cluster.node_agent import ProcessLook
-from elastic.cluster.node_agents import NodeAgents
+from elastic.cluster.node_agent import NO_STACKS, ProcessLook
+from elastic.cluster.node_agents import NodeAgents, pids_by_node
 from elastic.cluster.ray_internals import GroupMember
 from elastic.policy.culprits import RankLook
 from elastic.storage.filesystem import Filesystem
@@ -21,8 +21,6 @@ logger = logging.getLogger("elastic")
 
 _ANSWER_S = 0.75
 _KEEP_S = 1.0
-
-Ask = Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +71,7 @@ async def _answer(reference: Any) -> tuple[RankLook, str] | None:
 async def _from_outside(
     members: Sequence[GroupMember], agents: NodeAgents
 ) -> dict[tuple[str, int], ProcessLook]:
-    by_node: dict[str, list[int]] = {}
-    for member in members:
-        by_node.setdefault(member.node_id, []).append(member.pid)
+    by_node = pids_by_node(members)
     answers = await asyncio.gather(*[agents.look(node, pids) for node, pids in by_node.items()])
     return {
         (node, pid): look
@@ -85,9 +81,9 @@ async def _from_outside(
 
 
 def _stacks(outside: ProcessLook, own: str) -> str:
-    if own and (not outside.stacks or outside.stacks.startswith("no stacks")):
+    if own and (not outside.stacks or outside.stacks.startswith(NO_STACKS)):
         return own
-    return outside.stacks or "no stacks: neither the process nor its node's agent answered\n"
+    return outside.stacks or f"{NO_STACKS}: neither the process nor its node's agent answered\n"
 
 
 async def _keep(filesystem: Filesystem, generation: int, texts: Mapping[int, str]) -> str:

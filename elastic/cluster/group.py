@@ -21,7 +21,7 @@ from ray.exceptions import ActorUnavailableError
 from elastic.cluster import capacity, worker
 from elastic.cluster.commits import NothingToResume
 from elastic.cluster.last_words import LastWords
-from elastic.cluster.node_agents import NodeAgents
+from elastic.cluster.node_agents import NodeAgents, pids_by_node
 from elastic.cluster.polling import Polling, first_line
 from elastic.cluster.ray_internals import Controller, GroupMember, GroupStartError
 from elastic.policy.events import (
@@ -311,12 +311,12 @@ class Group:
         """End what is left of these processes, their children above all."""
         ends = [
             self.agents.end(node_id, pids, wait_s=_BURIED_S)
-            for node_id, pids in _pids_by_node(members).items()
+            for node_id, pids in pids_by_node(members).items()
         ]
         await asyncio.gather(*ends)
 
     def _adopt(self, members: list[GroupMember]) -> None:
-        self.agents.adopt(_pids_by_node(members))
+        self.agents.adopt(pids_by_node(members))
 
     # --- watching ------------------------------------------------------------------------------
 
@@ -386,13 +386,6 @@ class Group:
         if rank is not None:
             await self.on_thread(self._host.kill, rank)
         return f"unavailable for {_SUSPECT_S:g} s, and ended by us: {first_line(error)}"
-
-
-def _pids_by_node(members: list[GroupMember]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for member in members:
-        found.setdefault(member.node_id, []).append(member.pid)
-    return found
 
 
 def _key(member: GroupMember) -> tuple[str, int]:

@@ -22,7 +22,8 @@ from pathlib import Path
 _NOTE_S = 1.0
 _DUMP_S = 1.0
 _GONE_S = 2.0
-_NO_STACKS = "no stacks"
+NO_STACKS = "no stacks"
+"""What the text begins with where there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +138,11 @@ def _stacks(pid: int) -> str:
     beside_python = Path(sys.executable).parent / "py-spy"
     program = str(beside_python) if beside_python.exists() else shutil.which("py-spy")
     if program is None:
-        return f"{_NO_STACKS}: py-spy, which ray[default] brings, is not installed on this node\n"
+        return f"{NO_STACKS}: py-spy, which ray[default] brings, is not installed on this node\n"
     own = _dump(program, pid)
     # One by one: with any child that is not Python, py-spy gives none at all.
     children = [_dump(program, one.pid) for one in _with_descendants(pid) if one.pid != pid]
-    return "\n".join([own, *(dump for dump in children if not dump.startswith(_NO_STACKS))])
+    return "\n".join([own, *(dump for dump in children if not dump.startswith(NO_STACKS))])
 
 
 def _dump(program: str, pid: int) -> str:
@@ -150,8 +151,8 @@ def _dump(program: str, pid: int) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{_NO_STACKS}: {type(error).__name__}: {error}\n"
+        return f"{NO_STACKS}: {type(error).__name__}: {error}\n"
     if done.returncode != 0:
         first = next(iter(done.stderr.splitlines()), "")
-        return f"{_NO_STACKS}: py-spy ended with {done.returncode}: {first}\n"
+        return f"{NO_STACKS}: py-spy ended with {done.returncode}: {first}\n"
     return done.stdout

@@ -14,10 +14,19 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster.node_agent import NodeAgent, ProcessLook
+from elastic.cluster.ray_internals import GroupMember
 
 logger = logging.getLogger("elastic")
 
 _ANSWER_S = 2.0
+
+
+def pids_by_node(members: Iterable[GroupMember]) -> dict[str, list[int]]:
+    """The processes of these ranks, by the node that they run on."""
+    found: dict[str, list[int]] = {}
+    for member in members:
+        found.setdefault(member.node_id, []).append(member.pid)
+    return found
 
 
 class NodeAgents:
