@@ -56,15 +56,21 @@ def test_a_rank_of_an_older_generation_cannot_join():  # B77
     late = member(1, 2, server.port, generation=3)
     newer = dist.PrefixStore("generation-4", server)
     newer.add("here", 1)
-    try:
-        process_group.connect(
-            late, use_cuda=False, timeout_s=30.0, is_superseded=lambda: True
-        )
-    except process_group.Superseded:
-        pass
-    else:
-        raise AssertionError("joined")
+    with pytest.raises(process_group.Superseded):
+        process_group.connect(late, use_cuda=False, timeout_s=30.0, is_superseded=lambda: True)
     assert newer.add("here", 0) == 1
+
+
+def test_ranks_of_two_generations_do_not_meet_on_one_store():  # B77
+    server = process_group.open_store("127.0.0.1")
+    for rank, generation in ((0, 4), (1, 3)):  # two of two, were they of one generation
+        with pytest.raises(process_group.Superseded):
+            process_group.connect(
+                member(rank, 2, server.port, generation),
+                use_cuda=False,
+                timeout_s=5.0,
+                is_superseded=lambda: True,
+            )
 
 
 def joined(rank: int, world_size: int) -> process_group.Groups:
