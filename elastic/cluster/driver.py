@@ -27,6 +27,7 @@ from elastic.cluster.last_words import LastWords
 from elastic.cluster.rank_words import NO_WORD, RankWords
 from elastic.cluster.ray_internals import Controller, GroupMember
 from elastic.cluster.recovery import Recovery
+from elastic.cluster.rounds import Rounds
 from elastic.cluster.standstill import Standstill
 from elastic.policy.events import (
     CapacitySeen,
@@ -56,12 +57,10 @@ from elastic.training.coordinator import CommitResult, Orders, Shard
 
 logger = logging.getLogger("elastic")
 
-_TICK_S = 0.25
 _LOOK_S = 1.0
 _PROGRESS_S = 5.0
 _FLUSH_S = 5.0
 _DRAINS_S = 0.5
-_REGULARLY = ("look", "progress", "flush", "inbox", "drains")
 _SHORT = (Phase.WAITING, Phase.HOLDING)
 _WATCHED = (Phase.RUNNING, Phase.GATHERING, Phase.LEAVING)
 
@@ -84,7 +83,6 @@ class Driver:
         self._tasks: set[asyncio.Future[None]] = set()
         self._ended: End | None = None
         self._is_looking = False
-        self._done_s = dict.fromkeys(_REGULARLY, time.monotonic())
         self._orders = Orders()
 
     def _open(self) -> None:
@@ -134,7 +132,7 @@ class Driver:
         await asyncio.to_thread(self._open)
         self._run.record_start()
         self._perform(LookForCapacity())
-        self._spawn(self._tick())
+        self._spawn(self._rounds().run())
         while self._situation.phase not in FINAL:
             self._handle(await self._events.get())
         await self._close()
@@ -280,21 +278,21 @@ class Driver:
             self._recovery.failed(record.reason, int(str(world_size)))
         self._run.record(record)
 
-    async def _tick(self) -> None:
-        while self._situation.phase not in FINAL:
-            await asyncio.sleep(_TICK_S)
-            if self._situation.phase in FINAL:
-                return  # the ledger may be closed by now
-            self._every("progress", _PROGRESS_S, self._record_progress)
-            self._every("flush", _FLUSH_S, self._flush)
-            if self._situation.phase is Phase.RUNNING:
-                self._every("drains", _DRAINS_S, self._look_for_drains)
-            self._every("inbox", _LOOK_S, lambda: self._spawn(self._inbox.look()))
-            if self._wants_more() and not self._is_looking:
-                self._every("look", _LOOK_S, self._look_for_capacity)
-            if self._situation.phase in _WATCHED and not self._situation.is_stalled:
-                self._standstill.look(self._situation.generation)
-            self._post(Tick())
+    def _rounds(self) -> Rounds:
+        rounds = Rounds(lambda: self._situation)
+        rounds.add(self._record_progress, every_s=_PROGRESS_S)
+        rounds.add(self._flush, every_s=_FLUSH_S)
+        rounds.add(
+            self._look_for_drains, every_s=_DRAINS_S, applies=lambda now: now.phase is Phase.RUNNING
+        )
+        rounds.add(lambda: self._spawn(self._inbox.look()), every_s=_LOOK_S)
+        rounds.add(self._look_for_capacity, every_s=_LOOK_S, applies=self._wants_more)
+        rounds.add(
+            lambda: self._standstill.look(self._situation.generation),
+            applies=lambda now: now.phase in _WATCHED and not now.is_stalled,
+        )
+        rounds.add(lambda: self._post(Tick()))
+        return rounds
 
     def _look_for_drains(self) -> None:
         generation = self._situation.generation
@@ -303,15 +301,10 @@ class Driver:
     def _flush(self) -> None:
         self._spawn(self._commits.in_order(self._run.metrics.flush))
 
-    def _every(self, what: str, interval_s: float, work: Callable[[], object]) -> None:
-        if time.monotonic() - self._done_s[what] >= interval_s:
-            self._done_s[what] = time.monotonic()
-            work()
-
-    def _wants_more(self) -> bool:
-        now = self._situation
+    def _wants_more(self, now: Situation) -> bool:
         is_small = now.world_size < self._config.rules.max_workers
-        return now.phase in _SHORT or (now.phase is Phase.RUNNING and is_small)
+        wants = now.phase in _SHORT or (now.phase is Phase.RUNNING and is_small)
+        return wants and not self._is_looking
 
     def _record_progress(self) -> None:
         now = self._situation

@@ -28,7 +28,8 @@ from elastic.training.reporter import Reporter
 from elastic.training.restore import begin
 from elastic.training.saves import Saves
 from elastic.training.state import TrackedState
-from elastic.training.step import PendingMetrics, Step
+from elastic.training.step import Step
+from elastic.training.step_metrics import StepMetrics
 
 T = TypeVar("T")
 
@@ -68,9 +69,9 @@ class Run:
         self._loaders: list[GlobalLoader] = []
         self._state: TrackedState | None = None
         self._rng: Callable[[], None] | None = None
-        self._pending: tuple[int, dict[str, float], PendingMetrics] | None = None
         self._saves_asked = self._saves_seen = 0
         self._reporter = Reporter(coordinator, world_size=member.world_size)
+        self._metrics = StepMetrics(self._reporter, groups.control, is_told=member.world_rank == 0)
         self._begun_s = time.monotonic()
         self._loaded_s: float | None = None
         saver = self.once("elastic.saver", AsyncSaver)
@@ -274,7 +275,7 @@ class Run:
                     self._advance(loader.global_batch, agreement, loader.epoch)
                 raise
             self._advance(loader.global_batch, agreement, loader.epoch)
-            self._push_metrics(step, agreement, begun_s)
+            self._metrics.push(step, agreement, begun_s)
             phases = ("data", "forward-backward")
             if not is_over():
                 self._boundary(state, agreement)
@@ -347,40 +348,22 @@ class Run:
             "epoch": self.epoch,
         }
 
-    def _push_metrics(self, step: Step, agreement: Agreement, begun_s: float) -> None:
-        self._flush_metrics()
-        extra = {
-            "tokens": float(agreement.num_valid_tokens()),
-            "step_s": time.monotonic() - begun_s,
-        }
-        self._pending = (step.number, extra, step.metrics(self._groups.control))
-
-    def _flush_metrics(self) -> None:
-        """Take in the metrics of the step before. Every rank does, only rank 0 sends them."""
-        if self._pending is None:
-            return
-        number, extra, pending = self._pending
-        self._pending = None
-        values = {**extra, **pending.read()}
-        if self.world_rank == 0:
-            self._reporter.add_row(number, values)
-
     def _boundary(self, state: TrackedState, agreement: Agreement) -> None:
         self._saves.settle()
         if agreement.leave():
             self._reporter.phase = "save"
-            self._flush_metrics()
+            self._metrics.flush()
             self._saves.save_and_wait(state, self._counters())
             raise Reform(f"left at step {self.step}")
         if agreement.save():
             self._reporter.phase = "save"
-            self._flush_metrics()
+            self._metrics.flush()
             if self._saves.save_or_skip(state, self._counters()):
                 self._saves_seen = self._saves_asked
 
     def _end(self, state: TrackedState) -> None:
         self._reporter.phase = "end"
-        self._flush_metrics()
+        self._metrics.flush()
         self._saves.save_and_wait(state, self._counters())
 
     def finish(self) -> None:

@@ -1,0 +1,41 @@
+"""The metrics of finished steps on their way to the reporter, one step behind the training."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from elastic.training.agreement import Agreement
+from elastic.training.reporter import Reporter
+from elastic.training.step import PendingMetrics, Step
+
+
+class StepMetrics:
+    """Sums each step's metrics over the ranks while the next one runs."""
+
+    def __init__(self, reporter: Reporter, group: dist.ProcessGroup, *, is_told: bool) -> None:
+        """`is_told`: this rank hands them on. Every rank takes part in the sums."""
+        self._reporter = reporter
+        self._group = group
+        self._is_told = is_told
+        self._pending: tuple[int, dict[str, float], PendingMetrics] | None = None
+
+    def push(self, step: Step, agreement: Agreement, begun_s: float) -> None:
+        """Take in the metrics of a step that has just ended."""
+        self.flush()
+        extra = {
+            "tokens": float(agreement.num_valid_tokens()),
+            "step_s": time.monotonic() - begun_s,
+        }
+        self._pending = (step.number, extra, step.metrics(self._group))
+
+    def flush(self) -> None:
+        """Hand on the metrics of the step before."""
+        if self._pending is None:
+            return
+        number, extra, pending = self._pending
+        self._pending = None
+        values = {**extra, **pending.read()}
+        if self._is_told:
+            self._reporter.add_row(number, values)
