@@ -172,7 +172,8 @@ def words_of(what: str, found: Any) -> list[Record | Event]:
     removed = [
         Record(kind="checkpoint_removed", step=step, reason="retention") for step in found.removed
     ]
-    return [committed, *removed, Committed(step=found.step)]
+    took_s = found.write_s + found.commit_s
+    return [committed, *removed, Committed(step=found.step, took_s=took_s)]
 
 
 def _refused(reason: str) -> CommitResult:

@@ -57,11 +57,17 @@ class Drains:
                 generation=generation,
                 world_ranks=frozenset(member.world_rank for member in leaving),
                 detail=told,
+                remaining_s=_remaining_s([draining[node_id] for node_id, _ in nodes]),
             )
         )
 
 
+def _remaining_s(deadlines_ms: Sequence[int]) -> float | None:
+    """How long the first of them will still be there; None if no time is told."""
+    known = [deadline_ms for deadline_ms in deadlines_ms if deadline_ms != 0]
+    return max(0.0, min(known) / 1000 - time.time()) if known else None
+
+
 def _when(deadline_ms: int) -> str:
-    if deadline_ms == 0:
-        return "at a time not told"
-    return f"in {max(0.0, deadline_ms / 1000 - time.time()):.0f} s"
+    remaining_s = _remaining_s([deadline_ms])
+    return "at a time not told" if remaining_s is None else f"in {remaining_s:.0f} s"

@@ -7,16 +7,15 @@ before the commands after it are performed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from ray.train import TrainingFailedError
 
-from elastic.cluster import capacity
 from elastic.cluster.claimed_run import ClaimedRun
 from elastic.cluster.commits import Commits, words_of
 from elastic.cluster.drains import Drains
@@ -24,13 +23,13 @@ from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.group import Group
 from elastic.cluster.inbox import Inbox
 from elastic.cluster.last_words import LastWords
+from elastic.cluster.lookout import Lookout
 from elastic.cluster.rank_words import NO_WORD, RankWords
 from elastic.cluster.ray_internals import Controller, GroupMember
 from elastic.cluster.recovery import Recovery
 from elastic.cluster.rounds import Rounds
 from elastic.cluster.standstill import Standstill
 from elastic.policy.events import (
-    CapacitySeen,
     Command,
     Committed,
     Diagnose,
@@ -61,6 +60,7 @@ _LOOK_S = 1.0
 _PROGRESS_S = 5.0
 _FLUSH_S = 5.0
 _DRAINS_S = 0.5
+_CLOSED_S = 5.0
 _SHORT = (Phase.WAITING, Phase.HOLDING)
 _WATCHED = (Phase.RUNNING, Phase.GATHERING, Phase.LEAVING)
 
@@ -79,10 +79,8 @@ class Driver:
         self._is_open = False
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._recovery = Recovery()
-        self._look_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-look")
         self._tasks: set[asyncio.Future[None]] = set()
         self._ended: End | None = None
-        self._is_looking = False
         self._orders = Orders()
 
     def _open(self) -> None:
@@ -106,6 +104,13 @@ class Driver:
             self._config.hangs, group=self._group, filesystem=run.filesystem, post=self._post
         )
         self._drains = Drains(self._post)
+        self._lookout = Lookout(
+            self._config,
+            self._host,
+            self._group,
+            post=self._post,
+            world_size=lambda: self._situation.world_size,
+        )
         self._words = RankWords(
             recovery=self._recovery,
             metrics=run.metrics,
@@ -137,9 +142,9 @@ class Driver:
             self._handle(await self._events.get())
         await self._close()
 
-    def stop(self, reason: str) -> None:
-        """Have the group save at an agreed step, and stop."""
-        self._post(StopRequested(reason=reason))
+    def stop(self, reason: str, within_s: float | None = None) -> None:
+        """Have the group save at an agreed step, and stop; within a time if there is one."""
+        self._post(StopRequested(reason=reason, within_s=within_s))
 
     def status(self) -> dict[str, Any]:
         """Where the run stands now."""
@@ -221,7 +226,7 @@ class Driver:
         perform(command)
 
     def _look_for_capacity(self, _: object = None) -> None:
-        self._spawn(self._look())
+        self._spawn(self._lookout.look())
 
     def _start_group(self, command: StartGroup) -> None:
         self._orders = Orders()
@@ -231,6 +236,7 @@ class Driver:
 
     def _reform(self, command: Reform) -> None:
         self._orders = Orders()
+        self._recovery.planned(command.reason, command.old_world_size)
         self._recovery.begin_start()
         self._spawn(
             self._group.reform(
@@ -257,7 +263,13 @@ class Driver:
 
     def _order_leave(self, command: OrderLeave) -> None:
         self._recovery.planned(command.reason, self._situation.world_size)
-        self._order(command.generation, replace(self._orders, leave=True))
+        orders = replace(
+            self._orders,
+            leave=True,
+            cut_evaluation=command.has_deadline,
+            drop_step=command.drop_step,
+        )
+        self._order(command.generation, orders)
 
     def _order_save(self, command: OrderSave) -> None:
         asked = self._orders.saves_asked + 1
@@ -283,7 +295,9 @@ class Driver:
         rounds.add(self._record_progress, every_s=_PROGRESS_S)
         rounds.add(self._flush, every_s=_FLUSH_S)
         rounds.add(
-            self._look_for_drains, every_s=_DRAINS_S, applies=lambda now: now.phase is Phase.RUNNING
+            self._look_for_drains,
+            every_s=_DRAINS_S,
+            applies=lambda now: now.phase in (Phase.RUNNING, Phase.LEAVING),
         )
         rounds.add(lambda: self._spawn(self._inbox.look()), every_s=_LOOK_S)
         rounds.add(self._look_for_capacity, every_s=_LOOK_S, applies=self._wants_more)
@@ -296,7 +310,7 @@ class Driver:
 
     def _look_for_drains(self) -> None:
         generation = self._situation.generation
-        self._spawn(self._drains.look(generation, self._group.members, self._look_thread))
+        self._spawn(self._drains.look(generation, self._group.members, self._lookout.thread))
 
     def _flush(self) -> None:
         self._spawn(self._commits.in_order(self._run.metrics.flush))
@@ -304,7 +318,7 @@ class Driver:
     def _wants_more(self, now: Situation) -> bool:
         is_small = now.world_size < self._config.rules.max_workers
         wants = now.phase in _SHORT or (now.phase is Phase.RUNNING and is_small)
-        return wants and not self._is_looking
+        return (wants or bool(now.draining)) and not self._lookout.is_looking
 
     def _record_progress(self) -> None:
         now = self._situation
@@ -312,30 +326,6 @@ class Driver:
         self._record(Record(kind="progress", generation=now.generation, step=now.step, data=data))
 
     # --- performing ------------------------------------------------------------------------------
-
-    async def _look(self) -> None:
-        self._is_looking = True
-        try:
-            found = await asyncio.get_running_loop().run_in_executor(
-                self._look_thread,
-                lambda: capacity.look(
-                    self._config.resources_per_worker,
-                    self._group.held(),
-                    self._config.label_selector,
-                    mix_accelerators=self._config.mix_accelerators,
-                ),
-            )
-            self._host.place_on(found.selector)
-            event = CapacitySeen(num_workers=found.num_workers, note=found.note)
-            await self._group.on_thread(self._host.ask_for_resources)
-        except Exception as error:  # noqa: BLE001 - unknown is not none: ask again
-            logger.warning("could not read Ray's node table: %s", error)
-            event = CapacitySeen(
-                num_workers=self._situation.world_size, note=f"node table unreadable: {error}"
-            )
-        finally:
-            self._is_looking = False
-        self._post(event)
 
     async def _choose(self, generation: int) -> int | None:
         past, from_scratch = self._run.past, self._config.from_scratch
@@ -369,7 +359,9 @@ class Driver:
     async def _close(self) -> None:
         assert self._ended is not None
         self._inbox.close()
-        await self._group.on_thread(self._host.stop_group)
+        # A start that is still under way holds it up; what is left is Ray's, and ends with the job.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._group.on_thread(self._host.stop_group), _CLOSED_S)
         self._group.agents.close()
         await self._commits.in_order(self._run.metrics.flush)
         await asyncio.to_thread(self._run.close)

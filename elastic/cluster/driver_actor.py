@@ -22,9 +22,9 @@ class DriverActor(Controller):
         """Train until the run is over; then `outcome` tells how it ended."""
         await self._driver.run()
 
-    async def stop(self, reason: str) -> None:
-        """Ask for a save at an agreed step and a stop."""
-        self._driver.stop(reason)
+    async def stop(self, reason: str, within_s: float | None = None) -> None:
+        """Ask for a save at an agreed step and a stop; see `Driver.stop`."""
+        self._driver.stop(reason, within_s)
 
     async def status(self) -> dict[str, Any]:
         """Where the run stands, for a progress line."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from elastic.policy.saves import SaveInterval
 from elastic.training.foreign import check_trust
 
 _BELOW = 0.9
+_RAYS_GRACE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,9 @@ class ElasticConfig:
     """One generation may have workers on GPUs, or other accelerators, of several types."""
     max_failures_without_progress: int = 5
     wait_for_capacity_s: float = 300.0
+    stop_grace_s: float | None = None
+    """Seconds from SIGTERM to the script until it is killed, for the save and all: None takes
+    RAY_JOB_STOP_WAIT_TIME_S from the environment, or 3, as `ray job stop` does."""
     hangs: HangLimits | None = HangLimits()
     """How long a rank may stay in one phase before it is taken to hang; None: for ever."""
     collective_timeout_s: float = 3600.0
@@ -57,6 +61,17 @@ class ElasticConfig:
             raise ValueError(f"from_step is the step of a checkpoint; found {self.from_step}")
         if self.from_step is not None and self.from_scratch:
             raise ValueError("from_step and from_scratch cannot both be asked for")
+        if self.stop_grace_s is not None and not self.stop_grace_s > 0:
+            raise ValueError(f"stop_grace_s is above 0 seconds; found {self.stop_grace_s}")
+
+    def grace_s(self, environ: Mapping[str, str]) -> float:
+        """`stop_grace_s`, or what the environment tells of Ray's own."""
+        if self.stop_grace_s is not None:
+            return self.stop_grace_s
+        try:
+            return float(environ["RAY_JOB_STOP_WAIT_TIME_S"])
+        except (KeyError, ValueError):
+            return _RAYS_GRACE_S
 
     @property
     def capped_hangs(self) -> HangLimits | None:

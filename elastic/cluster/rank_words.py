@@ -112,6 +112,7 @@ class RankWords:
         if rank != 0:
             return
         self.latest["phase"] = data["phase"]
+        slowest_s = max((row["values"].get("step_s", 0.0) for row in data["rows"]), default=None)
         for row in data["rows"]:
             values = row["values"]
             self._metrics.add(self._generation, row["step"], row["time_s"], values)
@@ -120,7 +121,14 @@ class RankWords:
                 self.latest["tokens_per_s"] = values.get("tokens", 0.0) / values["step_s"]
         if step > self._posted_step:
             self._posted_step = step
-            self._post(Progressed(generation=self._generation, step=step))
+            self._post(
+                Progressed(
+                    generation=self._generation,
+                    step=step,
+                    step_s=slowest_s,
+                    save_age_s=data["heartbeat"]["save_age_s"],
+                )
+            )
 
     def _on_save_skipped(self, rank: int, data: Data) -> None:
         self._record(

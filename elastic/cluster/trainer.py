@@ -6,10 +6,13 @@ waits for it. The trainer decides nothing about the run.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import gc
 import itertools
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -140,7 +143,7 @@ class ElasticTrainer(TorchTrainer):
                 from_step=self.elastic_config.from_step,
             ),
         )
-        with _stop_on_signals(driver):
+        with _stop_on_signals(driver, self.elastic_config.grace_s(os.environ)):
             outcome = _wait(driver, on_status)
         return self._result(filesystem, outcome)
 
@@ -211,8 +214,11 @@ def _wait(driver: Any, on_status: Callable[[dict[str, Any]], None] | None) -> di
 
 
 @contextlib.contextmanager
-def _stop_on_signals(driver: Any) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks for a save and a stop; the third ends the process."""
+def _stop_on_signals(driver: Any, grace_s: float) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks for a save and a stop; the third ends the process.
+
+    Whoever sends SIGTERM kills this process `grace_s` seconds later.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -222,8 +228,12 @@ def _stop_on_signals(driver: Any) -> Iterator[None]:
         name = signal.Signals(number).name
         if next(count) >= 3:
             raise KeyboardInterrupt
-        logger.warning("%s: saving and stopping; twice more to end at once", name)
-        driver.stop.remote(f"{name} received by the submitting process")
+        within_s = grace_s if number == signal.SIGTERM else None
+        told = "" if within_s is None else f" within {within_s:g} s"
+        logger.warning("%s: saving and stopping%s; twice more to end at once", name, told)
+        driver.stop.remote(f"{name} received by the submitting process", within_s)
+        if within_s is not None:
+            atexit.register(_exit_soon)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -231,3 +241,9 @@ def _stop_on_signals(driver: Any) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _exit_soon() -> None:
+    """At exit Ray waits half a second for log lines, and Python's last collection takes longer."""
+    ray.shutdown()
+    gc.freeze()

@@ -150,6 +150,10 @@ class RayCoordinator:
         """What the driver has posted for this generation."""
         return _mailbox.orders(self._member.generation)
 
+    def is_over(self) -> bool:
+        """Whether the driver has posted a place in a newer generation."""
+        return _mailbox.is_newer_than(self._member.generation)
+
     def commit(self, shard: Shard, timeout_s: float) -> CommitResult:
         """Hand in the shard; waits for the outcome."""
         try:

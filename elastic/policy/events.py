@@ -128,6 +128,10 @@ class Progressed(Event):
     """The group has finished an optimizer step."""
 
     step: int
+    step_s: float | None = None
+    """How long the slowest of the newest steps took; None without word of it."""
+    save_age_s: float | None = None
+    """For how long a save has been on its way; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +139,8 @@ class Committed(Event):
     """A checkpoint became complete."""
 
     step: int
+    took_s: float | None = None
+    """How long it took from the beginning of the save; None if it was made earlier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +182,8 @@ class NodesDraining(Event):
     world_ranks: frozenset[int]
     detail: str
     """Which nodes, and how much time they have."""
+    remaining_s: float | None = None
+    """How long the first of them will still be there; None where that is not told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +191,8 @@ class StopRequested(Event):
     """Somebody asked the run to save and stop."""
 
     reason: str
+    within_s: float | None = None
+    """The run's processes are killed after so long; None: they are left in peace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +241,9 @@ class Reform(Command):
 
     generation: int
     world_size: int
+    reason: str = field(default="", compare=False)
+    """For people; likewise the size that it had."""
+    old_world_size: int = field(default=0, compare=False)
     without: frozenset[int] = frozenset()
     """World ranks of the old group that are left behind and ended, though they are alive."""
 
@@ -263,6 +276,10 @@ class OrderLeave(Command):
 
     generation: int
     reason: str
+    has_deadline: bool = False
+    """An evaluation is cut short."""
+    drop_step: bool = False
+    """What a long step has accumulated is dropped at the next micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from elastic.policy.departure import Pace
 from elastic.policy.events import RankError, WorkerDied
 from elastic.policy.growth import PRIOR_COST_S
 
@@ -114,6 +115,18 @@ class Situation:
     deaths: tuple[WorkerDied, ...] = ()
     draining: frozenset[int] = frozenset()
     """Ranks whose nodes are about to go, and which take no part in the next generation."""
+    gone_by_s: float | None = None
+    """When the first of these nodes goes; None if that is not told."""
+    leave_by_s: float | None = None
+    """When the group has to have left: then it is ended or re-formed as it is."""
+    owes_growth: bool = False
+    """The group shrank because a node was drained: whatever takes its place is taken in at once."""
+    drain_detail: str = ""
+    awaits_commit: bool = False
+    """The group leaves without a save of its own, as soon as the one under way is complete."""
+    pace: Pace = field(default_factory=Pace)
+    save_begun_s: float | None = None
+    """Since when a save is on its way."""
     left: frozenset[int] = frozenset()
     finished: frozenset[int] = frozenset()
     then: Then = Then.RESTART

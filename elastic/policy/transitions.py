@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elastic.policy import growth
+from elastic.policy import departure, growth
 from elastic.policy.cause import first_cause, headline
+from elastic.policy.departure import Way
 from elastic.policy.events import (
     CapacitySeen,
     Command,
@@ -69,6 +70,9 @@ class IllegalEvent(AssertionError):
 FINAL_ERRORS = ("StateMismatch", "NoSoundCheckpoint", "InvalidInput")
 
 _MOST_DOUBLINGS = 10
+# What is kept of the time until the run's processes are killed, to close the run and to exit.
+_EXIT_S = 1.0
+_ENDED_S = 0.5
 
 Handler = Callable[[Rules, Situation, Event, float], Decision]
 
@@ -147,6 +151,9 @@ def _start(now: Situation, size: int, event: CapacitySeen, time_s: float) -> Dec
         then=Then.RESTART,
         is_stalled=False,
         draining=frozenset(),
+        gone_by_s=None,
+        awaits_commit=False,
+        save_begun_s=None,
         reason=reason,
         error=None,
     )
@@ -281,9 +288,12 @@ def _count_failure(rules: Rules, now: Situation) -> tuple[Situation, str]:
 
 def _grow_or_not(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     assert isinstance(event, CapacitySeen)
+    if now.draining:
+        return _replace_leaving(rules, now, event, time_s)
     size = min(event.num_workers, rules.max_workers)
     since_s = max(now.since_s, now.tried_to_grow_s)
-    if size <= now.world_size or time_s - since_s < _growth_wait_s(rules, now) or now.is_joining:
+    is_soon = not now.owes_growth and time_s - since_s < _growth_wait_s(rules, now)
+    if size <= now.world_size or is_soon or now.is_joining:
         return Decision(situation=now)
     verdict = growth.judge(
         now.world_size,
@@ -292,13 +302,13 @@ def _grow_or_not(rules: Rules, now: Situation, event: Event, time_s: float) -> D
         lifetimes_s=now.growth_lifetimes_s,
         quiet_s=time_s - now.lost_s,
     )
-    if not verdict.pays:
+    if not verdict.pays and not now.owes_growth:
         return _decline(now, size, verdict.text)
     if not rules.warm:
         reason = f"growing from {now.world_size} to {size} workers after a save: {event.note}"
         new = replace(now, is_growing=True, growing_since_s=time_s)
         return _leave(new, Then.RESTART, reason, time_s)
-    new = replace(now, is_joining=True, tried_to_grow_s=time_s)
+    new = replace(now, is_joining=True, tried_to_grow_s=time_s, owes_growth=False)
     reason = f"starting {size - now.world_size} workers beside the {now.world_size} that train"
     planned = Record(
         kind="growth_planned",
@@ -342,7 +352,7 @@ def _grow(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision
     """The new workers are warm: the group saves at a step and re-forms with them."""
     assert isinstance(event, JoinersReady)
     new = replace(now, is_joining=False, num_joiners=now.num_joiners + event.num)
-    return _take_in(new, time_s)
+    return _depart(rules, new, time_s) if new.draining else _take_in(new, time_s)
 
 
 def _take_in(now: Situation, time_s: float) -> Decision:
@@ -368,28 +378,98 @@ def _not_joined(rules: Rules, now: Situation, event: Event, time_s: float) -> De
 
 def _stop_running(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     assert isinstance(event, StopRequested)
-    return _leave(replace(now, stop_reason=event.reason), Then.STOP, event.reason, time_s)
+    new = _note_stop(now, event, time_s)
+    drop_step = _way_to_stop(new, time_s) is not Way.STEP
+    return _leave(new, Then.STOP, event.reason, time_s, drop_step=drop_step)
 
 
-def _leave(now: Situation, then: Then, reason: str, time_s: float) -> Decision:
+def _note_stop(now: Situation, event: StopRequested, time_s: float) -> Situation:
+    """The wish, and until when: of several, the first to come."""
+    by_s = now.leave_by_s if now.stop_reason else None
+    if event.within_s is not None:
+        asked_s = time_s + max(0.0, event.within_s - _EXIT_S)
+        by_s = asked_s if by_s is None else min(by_s, asked_s)
+    return replace(now, stop_reason=now.stop_reason or event.reason, leave_by_s=by_s)
+
+
+def _way_to_stop(now: Situation, time_s: float) -> Way:
+    """There is nothing to lose by trying: what does not fit is ended when its time is over."""
+    return departure.choose(now.pace, _left_s(now.leave_by_s, time_s)).way
+
+
+def _left_s(by_s: float | None, time_s: float) -> float | None:
+    return None if by_s is None else max(0.0, by_s - time_s)
+
+
+def _leave(
+    now: Situation,
+    then: Then,
+    reason: str,
+    time_s: float,
+    *,
+    drop_step: bool = False,
+    before: tuple[Command, ...] = (),
+) -> Decision:
     new = replace(now, phase=Phase.LEAVING, since_s=time_s, then=then, reason=reason)
     commands = (
-        Record(kind="leave_ordered", generation=now.generation, reason=reason),
-        OrderLeave(generation=now.generation, reason=reason),
+        *before,
+        Record(
+            kind="leave_ordered",
+            generation=now.generation,
+            step=now.step,
+            reason=reason,
+            data={"within_s": _left_s(now.leave_by_s, time_s), "drop_step": drop_step},
+        ),
+        _order_leave(new, drop_step=drop_step),
     )
     return Decision(situation=new, commands=commands, reason=reason)
+
+
+def _order_leave(now: Situation, *, drop_step: bool) -> OrderLeave:
+    return OrderLeave(
+        generation=now.generation,
+        reason=now.reason,
+        has_deadline=now.leave_by_s is not None or now.gone_by_s is not None,
+        drop_step=drop_step,
+    )
 
 
 def _stop_anyway(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     """A stop asked for while the group leaves or ends for another reason."""
     assert isinstance(event, StopRequested)
     then = Then.STOP if now.then in (Then.RESTART, Then.REFORM) else now.then
-    return Decision(situation=replace(now, stop_reason=event.reason, then=then))
+    return Decision(situation=replace(_note_stop(now, event, time_s), then=then))
+
+
+def _stop_leaving(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """The ranks leave already; now they may have to hurry."""
+    new = replace(_stop_anyway(rules, now, event, time_s).situation, awaits_commit=False)
+    order = _order_leave(new, drop_step=_way_to_stop(new, time_s) is not Way.STEP)
+    return Decision(situation=new, commands=(order,))
 
 
 def _stop_later(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     assert isinstance(event, StopRequested)
-    return Decision(situation=replace(now, stop_reason=event.reason))
+    return Decision(situation=_note_stop(now, event, time_s))
+
+
+def _start_overdue(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """A stop cannot wait any longer for a group that is still on its way."""
+    if not _is_stop_due(now, time_s):
+        return Decision(situation=now)
+    reason = f"{now.stop_reason}; generation {now.generation} had not yet begun to train"
+    return _end(now, "stopped", reason, time_s)
+
+
+def _stopping_overdue(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """What of the group does not end now is left to Ray, which ends it with the job."""
+    if now.then is Then.STOP and _is_stop_due(now, time_s - _ENDED_S):
+        return _end(now, "stopped", now.reason, time_s)
+    return Decision(situation=now)
+
+
+def _is_stop_due(now: Situation, time_s: float) -> bool:
+    return bool(now.stop_reason) and now.leave_by_s is not None and time_s >= now.leave_by_s
 
 
 def _stop_now(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
@@ -511,7 +591,7 @@ def _record_late(rules: Rules, now: Situation, event: Event, time_s: float) -> D
 
 
 def _gathered(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
-    if time_s - now.since_s < rules.gather_s:
+    if time_s - now.since_s < rules.gather_s and not _is_stop_due(now, time_s):
         return Decision(situation=now)
     return _fail(rules, now, time_s)
 
@@ -678,6 +758,11 @@ def _reform(now: Situation, size: int, time_s: float, before: tuple[Command, ...
         error=None,
         num_joiners=0,
         draining=frozenset(),
+        gone_by_s=None,
+        leave_by_s=None,
+        awaits_commit=False,
+        save_begun_s=None,
+        owes_growth=bool(now.draining) or now.owes_growth,
     )
     planned = Record(
         kind="generation_planned",
@@ -685,7 +770,13 @@ def _reform(now: Situation, size: int, time_s: float, before: tuple[Command, ...
         reason=f"re-forming as generation {generation} with {size} workers",
         data={"world_size": size},
     )
-    reform = Reform(generation=generation, world_size=size, without=now.draining)
+    reform = Reform(
+        generation=generation,
+        world_size=size,
+        reason=now.reason,
+        old_world_size=now.world_size,
+        without=now.draining,
+    )
     commands = (*before, planned, reform)
     return Decision(situation=new, commands=commands, reason=now.reason)
 
@@ -737,20 +828,144 @@ def _with_done(now: Situation, event: RankFinished | RankLeft) -> Situation:
 
 
 def _nodes_draining(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
-    """Nodes are about to go: the group saves and re-forms without them, and no step is lost."""
+    """Nodes are about to go: the group saves and re-forms without them, and no step is lost.
+
+    Where too few would be left, it goes on until others are there to take the places, or until
+    there is just time enough for the save.
+    """
     assert isinstance(event, NodesDraining)
-    new = replace(now, draining=event.world_ranks)
-    ranks = ", ".join(str(rank) for rank in sorted(event.world_ranks))
-    reason = f"leaving {event.detail}, with rank {ranks}, after a save"
+    if event.world_ranks <= now.draining:
+        return Decision(situation=now)
+    new, record = _note_drain(now, event, time_s)
+    if _num_alive(new) >= rules.min_workers or new.gone_by_s is None or not rules.warm:
+        left = _depart(rules, new, time_s, before=(record,))
+        return replace(left, commands=(*left.commands, LookForCapacity()))
+    reason = (
+        f"training on until others take the place of rank {_told(new.draining)}: {record.reason}"
+    )
+    new = replace(new, reason=reason)
+    return Decision(situation=new, commands=(record, LookForCapacity()), reason=reason)
+
+
+def _note_drain(now: Situation, event: NodesDraining, time_s: float) -> tuple[Situation, Record]:
+    gone_by_s = None if event.remaining_s is None else time_s + event.remaining_s
+    verdict = departure.choose(now.pace, event.remaining_s)
     record = Record(
         kind="drain_noticed",
         generation=now.generation,
         step=now.step,
         reason=event.detail,
-        data={"world_ranks": sorted(event.world_ranks)},
+        data={
+            "world_ranks": sorted(event.world_ranks),
+            "remaining_s": event.remaining_s,
+            "way": str(verdict.way),
+            "predicted": verdict.text,
+        },
     )
-    left = _leave(new, Then.REFORM, reason, time_s)
-    return replace(left, commands=(record, *left.commands))
+    new = replace(now, draining=event.world_ranks, gone_by_s=gone_by_s, drain_detail=event.detail)
+    return new, record
+
+
+def _told(ranks: frozenset[int]) -> str:
+    return ", ".join(str(rank) for rank in sorted(ranks))
+
+
+def _more_draining(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """Nodes about to go while the group leaves already: it leaves them all at once."""
+    assert isinstance(event, NodesDraining)
+    if event.world_ranks <= now.draining:
+        return Decision(situation=now)
+    new, record = _note_drain(now, event, time_s)
+    if now.then is Then.STOP or now.awaits_commit or not rules.warm:
+        return Decision(situation=new, commands=(record,))
+    verdict = departure.choose(new.pace, event.remaining_s)
+    new = _with_deadline(rules, replace(new, then=Then.REFORM), time_s)
+    order = _order_leave(new, drop_step=verdict.way is not Way.STEP)
+    return Decision(situation=new, commands=(record, order, LookForCapacity()))
+
+
+def _with_deadline(rules: Rules, now: Situation, time_s: float) -> Situation:
+    """If enough are left without the draining ranks, the leave is not waited for beyond it."""
+    if now.gone_by_s is None or _num_alive(now) < rules.min_workers or not rules.warm:
+        return now
+    return replace(now, leave_by_s=time_s + departure.latest_s(now.gone_by_s - time_s))
+
+
+def _depart(
+    rules: Rules, now: Situation, time_s: float, before: tuple[Command, ...] = ()
+) -> Decision:
+    """Leave the nodes that are about to go, in the way that the time until then allows."""
+    verdict = departure.choose(now.pace, _left_s(now.gone_by_s, time_s))
+    ranks = _told(now.draining)
+    if verdict.way is Way.LAST_CHECKPOINT and rules.warm:
+        return _depart_unsaved(rules, now, time_s, verdict.text, before)
+    reason = f"leaving {now.drain_detail}, with rank {ranks}, after a save"
+    then = Then.REFORM if rules.warm else Then.RESTART
+    drop_step = verdict.way is not Way.STEP
+    new = _with_deadline(rules, now, time_s)
+    return _leave(new, then, reason, time_s, drop_step=drop_step, before=before)
+
+
+def _depart_unsaved(
+    rules: Rules, now: Situation, time_s: float, why: str, before: tuple[Command, ...]
+) -> Decision:
+    """No time for a save: the one under way, if it ends in time, or the last that has ended."""
+    if _num_alive(now) < rules.min_workers:
+        return Decision(situation=now, commands=before)  # nothing better than to train on
+    reason = f"leaving {now.drain_detail}, with rank {_told(now.draining)}, without a save: {why}"
+    new = _with_deadline(rules, replace(now, reason=reason), time_s)
+    save_s, by_s = now.pace.save_s, new.leave_by_s
+    if now.save_begun_s is None or save_s is None or by_s is None:
+        return _leave_as_it_is(new, time_s, before)
+    if now.save_begun_s + save_s >= by_s:
+        return _leave_as_it_is(new, time_s, before)
+    reason += "; the save that is under way will be complete before"
+    new = replace(
+        new,
+        phase=Phase.LEAVING,
+        since_s=time_s,
+        then=Then.REFORM,
+        awaits_commit=True,
+        reason=reason,
+    )
+    return Decision(situation=new, commands=before, reason=reason)
+
+
+def _leave_as_it_is(now: Situation, time_s: float, before: tuple[Command, ...] = ()) -> Decision:
+    """Re-form without the ranks on nodes that go, from the last checkpoint."""
+    record = Record(
+        kind="left_unsaved",
+        generation=now.generation,
+        step=now.step,
+        reason=now.reason,
+        data={"committed_step": now.committed_step},
+    )
+    return _reform(now, _num_alive(now), time_s, before=(*before, record))
+
+
+def _departure_due(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """Nobody has come to take the places of those who go: there is just time for the save."""
+    if not now.draining or now.gone_by_s is None:
+        return Decision(situation=now)
+    if time_s < now.gone_by_s - departure.needed_s(now.pace):
+        return Decision(situation=now)
+    return _depart(rules, now, time_s)
+
+
+def _replace_leaving(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """Workers that take the places of those who go start at the notice, not at the loss."""
+    assert isinstance(event, CapacitySeen)
+    num = min(event.num_workers, rules.max_workers) - _num_alive(now)
+    if not now.draining or now.then is Then.STOP or now.is_joining or num < 1 or not rules.warm:
+        return Decision(situation=now)
+    planned = Record(
+        kind="growth_planned",
+        generation=now.generation,
+        reason=f"starting {num} workers in place of rank {_told(now.draining)}: {event.note}",
+        data={"old_world_size": now.world_size, "new_world_size": _num_alive(now) + num},
+    )
+    new = replace(now, is_joining=True, tried_to_grow_s=time_s)
+    return Decision(situation=new, commands=(planned, StartJoiners(num=num)))
 
 
 def _all_done(rules: Rules, now: Situation, time_s: float) -> Decision:
@@ -769,11 +984,13 @@ def _all_done(rules: Rules, now: Situation, time_s: float) -> Decision:
 
 
 def _leave_overdue(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
-    if time_s - now.since_s < rules.leave_s:
+    by_s = now.since_s + rules.leave_s if now.leave_by_s is None else now.leave_by_s
+    if time_s < by_s:
         return Decision(situation=now)
-    reason = (
-        f"not all ranks left within {rules.leave_s:g} s of being asked; ending them ({now.reason})"
-    )
+    late = f"not all ranks had saved and left after {time_s - now.since_s:.1f} s"
+    if now.draining and now.then is Then.REFORM and now.leave_by_s is not None:
+        return _leave_as_it_is(replace(now, reason=f"{now.reason}; {late}"), time_s)
+    reason = f"{now.reason}; {late}: what counts is the checkpoint of step {now.committed_step}"
     new = replace(now, phase=Phase.STOPPING, since_s=time_s, reason=reason)
     ended = Record(kind="generation_ended", generation=now.generation, step=now.step, reason=reason)
     return Decision(
@@ -786,7 +1003,8 @@ def _stopped(rules: Rules, now: Situation, event: Event, time_s: float) -> Decis
     if now.then is Then.FINISH:
         return _end(new, "finished", now.reason, time_s)
     if now.then is Then.STOP:
-        return _end(new, "stopped", now.stop_reason or now.reason, time_s)
+        told = now.reason if now.stop_reason in now.reason else now.stop_reason
+        return _end(new, "stopped", told, time_s)
     if now.then is Then.FAIL:
         return _end(new, "failed", now.reason, time_s)
     new = replace(new, phase=Phase.LOOKING, since_s=time_s)
@@ -816,8 +1034,10 @@ def _progressed(rules: Rules, now: Situation, event: Event, time_s: float) -> De
     assert isinstance(event, Progressed)
     if now.growing_since_s is not None and now.grown_s is not None:
         now = replace(now, growth_cost_s=time_s - now.growing_since_s, growing_since_s=None)
+    pace = now.pace if event.step_s is None else now.pace.stepped(event.step_s)
+    begun_s = None if event.save_age_s is None else time_s - event.save_age_s
     # Not the highest ever: after a re-form the group is where it resumed.
-    return Decision(situation=replace(now, step=event.step))
+    return Decision(situation=replace(now, step=event.step, pace=pace, save_begun_s=begun_s))
 
 
 def _committed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
@@ -827,6 +1047,10 @@ def _committed(rules: Rules, now: Situation, event: Event, time_s: float) -> Dec
     is_made = now.phase in (Phase.RUNNING, Phase.GATHERING, Phase.LEAVING, Phase.STOPPING)
     if is_made and now.save_asked_at is not None and event.step > now.save_asked_at:
         new = replace(new, save_asked_at=None)
+    if event.took_s is not None:
+        new = replace(new, pace=now.pace.saved(event.took_s), save_begun_s=None)
+    if now.awaits_commit and is_made and now.phase is Phase.LEAVING:
+        return _leave_as_it_is(new, time_s)
     return Decision(situation=new)
 
 
@@ -922,6 +1146,7 @@ _ROWS: dict[Phase, dict[type[Event], Handler]] = {
         GroupStopped: _illegal,
         ReformFailed: _illegal,
         StopRequested: _stop_later,
+        Tick: _start_overdue,
     },
     # The ranks join before the group is known to stand, so that their words may come first.
     Phase.REFORMING: {
@@ -938,6 +1163,7 @@ _ROWS: dict[Phase, dict[type[Event], Handler]] = {
         RankLeft: _done_early,
         RankFinished: _done_early,
         StopRequested: _stop_later,
+        Tick: _start_overdue,
     },
     # The ranks that are left have lost a peer, and wait: what they still say decides nothing.
     Phase.HOLDING: {
@@ -961,9 +1187,16 @@ _ROWS: dict[Phase, dict[type[Event], Handler]] = {
         NodesDraining: _nodes_draining,
         StopRequested: _stop_running,
         SaveRequested: _save_running,
+        Tick: _departure_due,
     },
     Phase.GATHERING: {**_GROUP, Tick: _gathered},
-    Phase.LEAVING: {**_GROUP, Tick: _leave_overdue},
+    Phase.LEAVING: {
+        **_GROUP,
+        CapacitySeen: _replace_leaving,
+        NodesDraining: _more_draining,
+        StopRequested: _stop_leaving,
+        Tick: _leave_overdue,
+    },
     Phase.STOPPING: {
         **_LATE,
         GroupStarted: _illegal,
@@ -972,6 +1205,7 @@ _ROWS: dict[Phase, dict[type[Event], Handler]] = {
         # Its time was up just as a death had ended the attempt.
         ReformFailed: _ignore,
         StopRequested: _stop_anyway,
+        Tick: _stopping_overdue,
     },
     **{phase: dict.fromkeys(EVENTS, _ignore) for phase in FINAL},
 }

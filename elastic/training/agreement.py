@@ -21,9 +21,12 @@ class Agreement:
         num_samples: int,
         save: bool,
         leave: bool,
+        last_step_s: float,
         group: dist.ProcessGroup,
     ) -> None:
-        wants = [num_valid_tokens, num_samples, int(save), int(leave)]
+        """`last_step_s` is how long the step before took on this rank; 0 for the first."""
+        wants = [num_valid_tokens, num_samples, int(save), int(leave), int(last_step_s * 1000)]
+        self._world_size = dist.get_world_size(group)
         self._sums = torch.tensor(wants, dtype=torch.int64)
         self._work = dist.all_reduce(self._sums, group=group, async_op=True)
         self._values: Sequence[int] | None = None
@@ -49,3 +52,7 @@ class Agreement:
     def leave(self) -> bool:
         """Whether any rank was asked to save, commit and leave after this step."""
         return self._value(3) > 0
+
+    def last_step_s(self) -> float:
+        """How long the step before took, on average over the ranks."""
+        return self._value(4) / 1000 / self._world_size

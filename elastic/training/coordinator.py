@@ -58,6 +58,10 @@ class Orders:
     """What the driver wants of the group, as this rank has heard it so far."""
 
     leave: bool = False
+    cut_evaluation: bool = False
+    """The time to leave is short: an evaluation ends at its next batch."""
+    drop_step: bool = False
+    """The time does not suffice for a long step: it is dropped at its next micro-batch."""
     saves_asked: int = 0
     """How often a save was asked for by hand since the generation began."""
 
@@ -70,6 +74,9 @@ class Coordinator(Protocol):
 
     def orders(self) -> Orders:
         """What the driver wants now. Local, no waiting."""
+
+    def is_over(self) -> bool:
+        """Whether the driver has gone on to a newer generation. Local, no waiting."""
 
     def commit(self, shard: Shard, timeout_s: float) -> CommitResult:
         """Hand in a shard and wait until the save is committed or has failed.

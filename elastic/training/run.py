@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -27,9 +28,11 @@ from elastic.training.process_group import Groups
 from elastic.training.reporter import Reporter
 from elastic.training.restore import begin
 from elastic.training.saves import Saves
+from elastic.training.shortcuts import LONG_STEP_S, Evaluation, Mark, Poll, evaluate
 from elastic.training.state import TrackedState
 from elastic.training.step import Step
 from elastic.training.step_metrics import StepMetrics
+from elastic.training.until import Until
 
 T = TypeVar("T")
 
@@ -70,6 +73,8 @@ class Run:
         self._state: TrackedState | None = None
         self._rng: Callable[[], None] | None = None
         self._saves_asked = self._saves_seen = 0
+        self._last_step_s = 0.0
+        self._is_long = self._is_dropped = False
         self._reporter = Reporter(coordinator, world_size=member.world_size)
         self._metrics = StepMetrics(self._reporter, groups.control, is_told=member.world_rank == 0)
         self._begun_s = time.monotonic()
@@ -239,19 +244,14 @@ class Run:
             SaveFailed: a checkpoint that must be there could not be committed.
         """
         state = self._tracked("run.steps")
-        if until is None and until_samples is None and until_tokens is None:
-            raise ValueError("run.steps needs an end: until=, until_samples= or until_tokens=")
+        end = Until(until, until_samples, until_tokens)
         if self._rng is not None:
             self._rng()  # last of all: nothing the user did while building draws from these streams
             self._rng = None
         self._commit_start(state)
 
         def is_over() -> bool:
-            return (
-                (until is not None and self.step >= until)
-                or (until_samples is not None and self.samples >= until_samples)
-                or (until_tokens is not None and self.tokens >= until_tokens)
-            )
+            return end.is_reached(self.step, self.samples, self.tokens)
 
         batches = iter(loader)
         phases = ("first batch", "first step")
@@ -264,6 +264,7 @@ class Run:
                 batches=micro_batches,
                 num_valid_tokens=agreement.num_valid_tokens,
                 device=self.device,
+                between=self._way_out(state),
             )
             self._reporter.phase = phases[1]
             begun_s = time.monotonic()
@@ -272,14 +273,16 @@ class Run:
             except GeneratorExit:
                 # Left by `break`, the step counts as done; left by an error, peers may be gone.
                 with contextlib.suppress(RuntimeError):
-                    self._advance(loader.global_batch, agreement, loader.epoch)
+                    if not self._is_dropped:
+                        self._advance(loader.global_batch, agreement, loader.epoch)
                 raise
+            self._last_step_s = time.monotonic() - begun_s
             self._advance(loader.global_batch, agreement, loader.epoch)
             self._metrics.push(step, agreement, begun_s)
             phases = ("data", "forward-backward")
             if not is_over():
                 self._boundary(state, agreement)
-        self._end(state)
+        self._save_now(state, "end")
 
     def end_step(self, *, samples: int, tokens: int = 0) -> None:
         """Finish one optimizer step of a loop that the user owns outright.
@@ -295,23 +298,20 @@ class Run:
         self._boundary(state, agreement)
         self._reporter.phase = "forward-backward"
 
-    @contextlib.contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """A phase of its own, with its own limits; the random streams are restored after it."""
-        before, phase = rng.capture(), self._reporter.phase
-        self._reporter.phase = "evaluation"
-        try:
-            yield
-        finally:
-            rng.restore(before)
-            self._reporter.phase = phase
+    def evaluation(self) -> AbstractContextManager[Evaluation]:
+        """A phase of its own, with its own limits; the random streams are restored after it.
+
+        What it gives has `batches(items)`: the same items, but when the group has to leave within
+        a given time they end early, on all ranks alike, so that the step can be finished and
+        saved; `is_cut` tells it. All ranks have to go through equally many.
+        """
+        return evaluate(self._reporter, self._coordinator, self._groups.control)
 
     # --- boundaries -------------------------------------------------------------------------
 
     def _commit_start(self, state: TrackedState) -> None:
         if self.step == 0 and self._saves.committed_step < 0:
-            self._reporter.phase = "save"
-            self._saves.save_and_wait(state, self._counters())
+            self._save_now(state)
 
     def _agree(self, num_valid_tokens: int, num_samples: int = 0) -> Agreement:
         orders = self._coordinator.orders()
@@ -324,8 +324,23 @@ class Run:
             num_samples=num_samples,
             save=is_due,
             leave=orders.leave,
+            last_step_s=self._last_step_s,
             group=self._groups.control,
         )
+
+    def _way_out(self, state: TrackedState) -> Callable[[], None] | None:
+        """What is asked between the micro-batches of a long step; None for a short one."""
+        if not self._is_long:
+            return None
+        mark, poll = Mark(state), Poll(self._groups.control)
+
+        def between() -> None:
+            if poll.is_agreed(self._coordinator.orders().drop_step):
+                self._is_dropped = True
+                mark.go_back()
+                self._save_and_leave(state, mark)
+
+        return between
 
     def _advance(self, num_samples: int, agreement: Agreement, epoch: int) -> None:
         self.step += 1
@@ -350,21 +365,23 @@ class Run:
 
     def _boundary(self, state: TrackedState, agreement: Agreement) -> None:
         self._saves.settle()
+        self._is_long = agreement.last_step_s() >= LONG_STEP_S
         if agreement.leave():
-            self._reporter.phase = "save"
-            self._metrics.flush()
-            self._saves.save_and_wait(state, self._counters())
-            raise Reform(f"left at step {self.step}")
+            self._save_and_leave(state)
         if agreement.save():
             self._reporter.phase = "save"
             self._metrics.flush()
             if self._saves.save_or_skip(state, self._counters()):
                 self._saves_seen = self._saves_asked
 
-    def _end(self, state: TrackedState) -> None:
-        self._reporter.phase = "end"
+    def _save_and_leave(self, state: TrackedState, mark: Mark | None = None) -> None:
+        self._save_now(state, mark=mark)
+        raise Reform(f"left at step {self.step}")
+
+    def _save_now(self, state: TrackedState, phase: str = "save", mark: Mark | None = None) -> None:
+        self._reporter.phase = phase
         self._metrics.flush()
-        self._saves.save_and_wait(state, self._counters())
+        self._saves.save_and_wait(state, self._counters(), mark)
 
     def finish(self) -> None:
         """Called by the service when the training function has returned.
@@ -373,7 +390,7 @@ class Run:
             SaveFailed: the last step could not be committed.
         """
         if self._state is not None:
-            self._end(self._state)
+            self._save_now(self._state, "end")
         self.close()
 
     def close(self) -> None:

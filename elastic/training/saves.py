@@ -18,11 +18,14 @@ import torch.distributed as dist
 from elastic.storage.filesystem import Filesystem
 from elastic.training import rng
 from elastic.training.checkpoint import AsyncSaver, describe
-from elastic.training.coordinator import CommitResult, Coordinator, SaveFailed, Shard
+from elastic.training.coordinator import CommitResult, Coordinator, Reform, SaveFailed, Shard
 from elastic.training.membership import Membership, TrainingConfig
 from elastic.training.process_group import Groups
 from elastic.training.reporter import Reporter
+from elastic.training.shortcuts import Mark
 from elastic.training.state import TrackedState
+
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +97,21 @@ class Saves:
             self._coordinator.notify("save_skipped", {"step": counters["step"]})
         return False
 
-    def save_and_wait(self, state: TrackedState, counters: Mapping[str, int]) -> None:
+    def save_and_wait(
+        self, state: TrackedState, counters: Mapping[str, int], mark: Mark | None = None
+    ) -> None:
         """The state of this step, committed when this returns.
 
-        Raises:
+        `mark` holds what has changed since, in a step that is dropped. Raises:
             SaveFailed: it could not be committed in two tries.
+            Reform: the driver has gone on without it.
         """
         self.wait()
         if self.committed_step == counters["step"]:
             return
         result = CommitResult(committed=False)
         for _ in range(2):
-            self._begin(state, counters)
+            self._begin(state, counters, mark)
             result = self.wait()
             if result.committed:
                 return
@@ -114,9 +120,19 @@ class Saves:
         )
 
     def wait(self) -> CommitResult:
-        """The outcome of the save in flight; committed when there is none."""
-        if self._flight is not None:
-            self._flight.result.result()
+        """The outcome of the save in flight; committed when there is none.
+
+        Raises:
+            Reform: the driver has gone on without it.
+        """
+        while self._flight is not None:
+            try:
+                self._flight.result.result(_LOOK_S)
+                break
+            except TimeoutError:
+                if self._coordinator.is_over():
+                    told = f"the save of step {self._flight.step} was not waited for"
+                    raise Reform(told) from None
         return self.settle()
 
     def settle(self) -> CommitResult:
@@ -139,7 +155,9 @@ class Saves:
             )
         return result
 
-    def _begin(self, state: TrackedState, counters: Mapping[str, int]) -> None:
+    def _begin(
+        self, state: TrackedState, counters: Mapping[str, int], mark: Mark | None = None
+    ) -> None:
         member = self._member
         self._attempt += 1
         step = counters["step"]
@@ -150,8 +168,8 @@ class Saves:
             self._filesystem,
             path,
             captured.tensors,
-            plain={"counters": dict(counters), "tracked": captured.plain},
-            rank_plain={"rng": rng.capture()},
+            plain={"counters": dict(counters), "tracked": (mark or captured).plain},
+            rank_plain={"rng": mark.rng if mark else rng.capture()},
             rank=member.world_rank,
         )
         stall_s = time.monotonic() - begun_s

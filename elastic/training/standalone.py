@@ -198,7 +198,14 @@ class StoreCoordinator:
     def orders(self) -> Orders:
         """From the launcher to any rank, from people to rank 0; the ranks agree on them."""
         asked = Orders() if self._book is None else self._book.orders()
-        return dataclasses.replace(asked, leave=asked.leave or self._launcher.is_stop_asked())
+        if not self._launcher.is_stop_asked():
+            return asked
+        # Whoever sent the signal kills soon after.
+        return dataclasses.replace(asked, leave=True, cut_evaluation=True, drop_step=True)
+
+    def is_over(self) -> bool:
+        """Never: a group under torchrun has no next generation."""
+        return False
 
     def commit(self, shard: Shard, timeout_s: float) -> CommitResult:
         """Rank 0 gathers the shards and publishes; the others wait for what it says."""

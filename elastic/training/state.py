@@ -64,6 +64,11 @@ class TrackedState:
                 captured.add(_whole(name, rest), tensor)
         return captured
 
+    def changeable(self) -> list[torch.Tensor]:
+        """Tensors that a forward pass may change: buffers, and tensors tracked by themselves."""
+        buffers = [buffer for module in self._modules.values() for buffer in module.buffers()]
+        return [*buffers, *self._loose.values()]
+
     @torch.no_grad()
     def restore(
         self, plain: Mapping[str, Any], saved: Mapping[str, TensorInfo], read: Read

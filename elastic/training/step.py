@@ -26,7 +26,9 @@ class Step:
         batches: Sequence[MicroBatch],
         num_valid_tokens: Callable[[], int],
         device: torch.device,
+        between: Callable[[], None] | None = None,
     ) -> None:
+        self._between = between
         self.number = number
         """Which optimizer step this is, counted from 1 over the whole run."""
         self._batches = batches
@@ -36,7 +38,9 @@ class Step:
         self._values: dict[str, float | torch.Tensor] = {}
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._batches:
+        for index, batch in enumerate(self._batches):
+            if index and self._between is not None:
+                self._between()
             yield batch.batch
 
     def __len__(self) -> int:
