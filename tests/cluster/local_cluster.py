@@ -133,12 +133,13 @@ class Job:
         name: str,
         *flags: str,
         pace: Path | None = None,
+        module: str = "jobs.pretrain",
     ) -> None:
         self.url = str(storage / name)
         self._json = storage / f"{name}.json"
         self._log = storage / f"{name}.log"
         storage.mkdir(parents=True, exist_ok=True)
-        module = "jobs.pretrain" if pace is None else "tests.cluster.paced_pretrain"
+        module = module if pace is None else "tests.cluster.paced_pretrain"
         command = [
             *(sys.executable, "-m", module, "--name", name, "--storage", str(storage)),
             *("--json", str(self._json)),
