@@ -61,6 +61,7 @@ _PROGRESS_S = 5.0
 _FLUSH_S = 5.0
 _DRAINS_S = 0.5
 _CLOSED_S = 5.0
+_LATE_S = 0.3
 _SHORT = (Phase.WAITING, Phase.HOLDING)
 _WATCHED = (Phase.RUNNING, Phase.GATHERING, Phase.LEAVING)
 
@@ -360,8 +361,10 @@ class Driver:
         assert self._ended is not None
         self._inbox.close()
         # A start that is still under way holds it up; what is left is Ray's, and ends with the job.
+        is_late = self._situation.leave_by_s is not None
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._group.on_thread(self._host.stop_group), _CLOSED_S)
+            ended = self._group.on_thread(self._host.stop_group)
+            await asyncio.wait_for(ended, _LATE_S if is_late else _CLOSED_S)
         self._group.agents.close()
         await self._commits.in_order(self._run.metrics.flush)
         await asyncio.to_thread(self._run.close)

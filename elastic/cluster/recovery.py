@@ -36,8 +36,9 @@ class Recovery:
         self._open(reason, world_size)
 
     def planned(self, reason: str, world_size: int) -> None:
-        """The group was asked to leave."""
-        self._open(reason, world_size)
+        """The group was asked to leave; before its own first step that is no other re-form."""
+        if self._decided_s is None or not self._has_begun_anew:
+            self._open(reason, world_size)
 
     def _open(self, reason: str, world_size: int) -> None:
         if self._decided_s is None:

@@ -71,7 +71,7 @@ FINAL_ERRORS = ("StateMismatch", "NoSoundCheckpoint", "InvalidInput")
 
 _MOST_DOUBLINGS = 10
 # What is kept of the time until the run's processes are killed, to close the run and to exit.
-_EXIT_S = 1.0
+_EXIT_S = 0.7
 _ENDED_S = 0.5
 
 Handler = Callable[[Rules, Situation, Event, float], Decision]
@@ -449,16 +449,13 @@ def _stop_leaving(rules: Rules, now: Situation, event: Event, time_s: float) -> 
 
 
 def _stop_later(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """While a group is on its way all that counts is saved: with little time, that is the end."""
     assert isinstance(event, StopRequested)
-    return Decision(situation=_note_stop(now, event, time_s))
-
-
-def _start_overdue(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
-    """A stop cannot wait any longer for a group that is still on its way."""
-    if not _is_stop_due(now, time_s):
-        return Decision(situation=now)
-    reason = f"{now.stop_reason}; generation {now.generation} had not yet begun to train"
-    return _end(now, "stopped", reason, time_s)
+    new = _note_stop(now, event, time_s)
+    if new.leave_by_s is None:
+        return Decision(situation=new)
+    reason = f"{event.reason}; generation {now.generation} had not yet begun to train"
+    return _end(new, "stopped", reason, time_s)
 
 
 def _stopping_overdue(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
@@ -976,11 +973,8 @@ def _all_done(rules: Rules, now: Situation, time_s: float) -> Decision:
         return _reform(now, size, time_s, before=())
     then = Then.FINISH if now.finished else now.then
     reason = f"all ranks finished at step {now.step}" if now.finished else now.reason
-    new = replace(now, phase=Phase.STOPPING, since_s=time_s, then=then, reason=reason)
     ended = Record(kind="generation_ended", generation=now.generation, step=now.step, reason=reason)
-    return Decision(
-        situation=new, commands=(ended, StopGroup(generation=now.generation)), reason=reason
-    )
+    return _stop_group(replace(now, then=then, reason=reason), time_s, before=(ended,))
 
 
 def _leave_overdue(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
@@ -991,11 +985,17 @@ def _leave_overdue(rules: Rules, now: Situation, event: Event, time_s: float) ->
     if now.draining and now.then is Then.REFORM and now.leave_by_s is not None:
         return _leave_as_it_is(replace(now, reason=f"{now.reason}; {late}"), time_s)
     reason = f"{now.reason}; {late}: what counts is the checkpoint of step {now.committed_step}"
-    new = replace(now, phase=Phase.STOPPING, since_s=time_s, reason=reason)
     ended = Record(kind="generation_ended", generation=now.generation, step=now.step, reason=reason)
-    return Decision(
-        situation=new, commands=(ended, StopGroup(generation=now.generation)), reason=reason
-    )
+    return _stop_group(replace(now, reason=reason), time_s, before=(ended,))
+
+
+def _stop_group(now: Situation, time_s: float, before: tuple[Command, ...] = ()) -> Decision:
+    """End the group. A stop that has little time does not wait for it."""
+    if now.then is Then.STOP and now.leave_by_s is not None:
+        return _end(now, "stopped", now.reason, time_s, before=before)
+    new = replace(now, phase=Phase.STOPPING, since_s=time_s)
+    commands = (*before, StopGroup(generation=now.generation))
+    return Decision(situation=new, commands=commands, reason=now.reason)
 
 
 def _stopped(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
@@ -1146,7 +1146,6 @@ _ROWS: dict[Phase, dict[type[Event], Handler]] = {
         GroupStopped: _illegal,
         ReformFailed: _illegal,
         StopRequested: _stop_later,
-        Tick: _start_overdue,
     },
     # The ranks join before the group is known to stand, so that their words may come first.
     Phase.REFORMING: {
@@ -1163,7 +1162,6 @@ _ROWS: dict[Phase, dict[type[Event], Handler]] = {
         RankLeft: _done_early,
         RankFinished: _done_early,
         StopRequested: _stop_later,
-        Tick: _start_overdue,
     },
     # The ranks that are left have lost a peer, and wait: what they still say decides nothing.
     Phase.HOLDING: {

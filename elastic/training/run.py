@@ -28,7 +28,7 @@ from elastic.training.process_group import Groups
 from elastic.training.reporter import Reporter
 from elastic.training.restore import begin
 from elastic.training.saves import Saves
-from elastic.training.shortcuts import LONG_STEP_S, Evaluation, Mark, Poll, evaluate
+from elastic.training.shortcuts import LONG_STEP_S, Evaluation, Mark, Poll, evaluate, way_out
 from elastic.training.state import TrackedState
 from elastic.training.step import Step
 from elastic.training.step_metrics import StepMetrics
@@ -74,7 +74,8 @@ class Run:
         self._rng: Callable[[], None] | None = None
         self._saves_asked = self._saves_seen = 0
         self._last_step_s = 0.0
-        self._is_long = self._is_dropped = False
+        self._long_step_s: float | None = None
+        self._is_dropped = False
         self._reporter = Reporter(coordinator, world_size=member.world_size)
         self._metrics = StepMetrics(self._reporter, groups.control, is_told=member.world_rank == 0)
         self._begun_s = time.monotonic()
@@ -264,7 +265,7 @@ class Run:
                 batches=micro_batches,
                 num_valid_tokens=agreement.num_valid_tokens,
                 device=self.device,
-                between=self._way_out(state),
+                between=self._way_out(state, len(micro_batches)),
             )
             self._reporter.phase = phases[1]
             begun_s = time.monotonic()
@@ -328,19 +329,16 @@ class Run:
             group=self._groups.control,
         )
 
-    def _way_out(self, state: TrackedState) -> Callable[[], None] | None:
+    def _way_out(self, state: TrackedState, num_batches: int) -> Callable[[], None] | None:
         """What is asked between the micro-batches of a long step; None for a short one."""
-        if not self._is_long:
+        if self._long_step_s is None:
             return None
-        mark, poll = Mark(state), Poll(self._groups.control)
-
-        def between() -> None:
-            if poll.is_agreed(self._coordinator.orders().drop_step):
-                self._is_dropped = True
-                mark.go_back()
-                self._save_and_leave(state, mark)
-
-        return between
+        return way_out(
+            state,
+            Poll(self._groups.control, batch_s=self._long_step_s / num_batches),
+            is_asked=lambda: self._coordinator.orders().drop_step,
+            leave=lambda mark: self._save_and_leave(state, mark),
+        )
 
     def _advance(self, num_samples: int, agreement: Agreement, epoch: int) -> None:
         self.step += 1
@@ -365,7 +363,8 @@ class Run:
 
     def _boundary(self, state: TrackedState, agreement: Agreement) -> None:
         self._saves.settle()
-        self._is_long = agreement.last_step_s() >= LONG_STEP_S
+        took_s = agreement.last_step_s()
+        self._long_step_s = took_s if took_s >= LONG_STEP_S else None
         if agreement.leave():
             self._save_and_leave(state)
         if agreement.save():
@@ -375,6 +374,7 @@ class Run:
                 self._saves_seen = self._saves_asked
 
     def _save_and_leave(self, state: TrackedState, mark: Mark | None = None) -> None:
+        self._is_dropped = mark is not None
         self._save_now(state, mark=mark)
         raise Reform(f"left at step {self.step}")
 

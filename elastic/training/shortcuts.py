@@ -20,30 +20,34 @@ from elastic.training.state import TrackedState
 
 LONG_STEP_S = 1.0
 """From here on a step can be left between two of its micro-batches."""
+_LONG_BATCH_S = 0.2
 
 T = TypeVar("T")
 
 
 class Poll:
-    """A wish of any rank, made known to all, one call later: nobody waits for the answer.
+    """A wish of any rank, made known to all. Every rank has to call it equally often."""
 
-    Every rank has to call it equally often.
-    """
+    def __init__(self, group: dist.ProcessGroup, *, batch_s: float = 0.0) -> None:
+        """`batch_s`, the same on all ranks, is the time from call to call.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+        Where it is short nobody waits for the answer: it is that to the call before.
+        """
         self._group = group
+        self._waits = batch_s >= _LONG_BATCH_S
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
 
     def is_agreed(self, wish: bool) -> bool:
-        """Whether any rank had the wish at the call before this one."""
-        agreed = False
-        if self._asked is not None:
-            told, work = self._asked
-            work.wait()
-            agreed = bool(told.item() > 0)
+        """Whether any rank has the wish, or had it at the call before."""
+        before = self._asked
         mine = torch.tensor([int(wish)])
         self._asked = mine, dist.all_reduce(mine, group=self._group, async_op=True)
-        return agreed
+        answer = self._asked if self._waits else before
+        if answer is None:
+            return False
+        told, work = answer
+        work.wait()
+        return bool(told.item() > 0)
 
 
 class Mark:
@@ -59,6 +63,24 @@ class Mark:
         """Undo it in the tensors; the rest is for the save to take from here."""
         for tensor, copied in self._tensors:
             tensor.copy_(copied)
+
+
+def way_out(
+    state: TrackedState,
+    poll: Poll,
+    *,
+    is_asked: Callable[[], bool],
+    leave: Callable[[Mark], None],
+) -> Callable[[], None]:
+    """To be called between a step's micro-batches: leaves as soon as any rank was asked to."""
+    mark = Mark(state)
+
+    def between() -> None:
+        if poll.is_agreed(is_asked()):
+            mark.go_back()
+            leave(mark)
+
+    return between
 
 
 class Evaluation:

@@ -9,21 +9,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
+STDOUT = "-"
+
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 all went well every time, 1 something did not, 2 wrong usage."""
     arguments = _parser().parse_args(argv)
     if arguments.seed is not None:
-        print(f"seed {arguments.seed}", flush=True)
+        _say(f"seed {arguments.seed}")
     found: dict[str, Any] = arguments.soak(arguments)
     if arguments.json:
-        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
-        print(f"written to {arguments.json}")
+        _write(json.dumps(found, indent=1) + "\n", arguments.json)
     for failure in found["failures"]:
-        print(f"failed: {failure}")
-    print(f"{len(found['failures'])} failures")
+        _say(f"failed: {failure}")
+    _say(f"{len(found['failures'])} failures")
     return 1 if found["failures"] else 0
+
+
+def _write(text: str, where: str) -> None:
+    if where == STDOUT:
+        print(text, end="", flush=True)
+        return
+    Path(where).parent.mkdir(parents=True, exist_ok=True)
+    Path(where).write_text(text)
+    _say(f"written to {where}")
 
 
 def _submits(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -41,7 +50,13 @@ def _reforms(arguments: argparse.Namespace) -> dict[str, Any]:
 def _drains(arguments: argparse.Namespace) -> dict[str, Any]:
     from jobs.soak import drains
 
-    return drains.soak(arguments.count, arguments.seed, _say)
+    return drains.soak(
+        arguments.count,
+        arguments.seed,
+        _say,
+        deadline_s=arguments.deadline,
+        save_takes_s=arguments.save_takes,
+    )
 
 
 def _alarms(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -51,7 +66,7 @@ def _alarms(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(line, file=sys.stderr, flush=True)
 
 
 def _count(text: str) -> int:
@@ -76,14 +91,28 @@ def _parser() -> argparse.ArgumentParser:
         one = soaks.add_parser(name, help=what, description=what)
         one.add_argument("--count", type=_count, default=count, help="how many times")
         one.add_argument("--seed", type=int, default=random.randrange(2**32))
-        one.add_argument("--json", metavar="PATH", help="write what was found here")
+        _add_json(one)
         one.set_defaults(soak=soak)
+        if name == "drains":
+            _add_times(one)
     what = "a run that nothing happens to, on a busy machine: what is taken for a failure"
     alarms = soaks.add_parser("alarms", help=what, description=what)
     alarms.add_argument("--minutes", type=float, default=10.0)
-    alarms.add_argument("--json", metavar="PATH", help="write what was found here")
+    _add_json(alarms)
     alarms.set_defaults(soak=_alarms, seed=None)
     return parser
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    what = "write what was found to this file, or to stdout"
+    parser.add_argument("--json", nargs="?", const=STDOUT, metavar="PATH", help=what)
+
+
+def _add_times(parser: argparse.ArgumentParser) -> None:
+    what = "seconds from the notice to the end of the node"
+    parser.add_argument("--deadline", type=_count, default=30, metavar="S", help=what)
+    what = "seconds that each save takes on slow storage; more than the deadline is allowed"
+    parser.add_argument("--save-takes", type=float, default=0.0, metavar="S", help=what)
 
 
 if __name__ == "__main__":

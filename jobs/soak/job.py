@@ -25,8 +25,11 @@ class SoakFailed(RuntimeError):
 class SoakJob:
     """One run under `storage`, which is made. Its flags come with `going_on`."""
 
-    def __init__(self, address: str, storage: Path) -> None:
+    def __init__(self, address: str, storage: Path, *, save_takes_s: float = 0.0) -> None:
+        """With `save_takes_s` its storage is slow: see `jobs.soak.slow_pretrain`."""
         self._address = address
+        self._module = "jobs.soak.slow_pretrain" if save_takes_s else "jobs.pretrain"
+        self._save_takes_s = save_takes_s
         self._storage = storage
         self._process: subprocess.Popen[bytes] | None = None
         storage.mkdir()
@@ -39,11 +42,12 @@ class SoakJob:
     @contextlib.contextmanager
     def going_on(self, *flags: str) -> Iterator[None]:
         """The run at work; what is left of it when the block ends is killed."""
-        command = [sys.executable, "-m", "jobs.pretrain", "--quiet", "--name", "run", *flags]
+        command = [sys.executable, "-m", self._module, "--quiet", "--name", "run", *flags]
+        told = {"RAY_ADDRESS": self._address, "SAVE_TAKES_S": str(self._save_takes_s)}
         with (self._storage / "job.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [*command, "--storage", str(self._storage)],
-                env={**os.environ, "RAY_ADDRESS": self._address},
+                env={**os.environ, **told},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

@@ -17,12 +17,12 @@ FLAGS = (
 DEADLINE_S = 15
 
 
-def drain(cluster: LocalCluster, node_id: str) -> None:
-    """As an operator does it; the node has `DEADLINE_S` seconds left."""
+def drain(cluster: LocalCluster, node_id: str, deadline_s: int = DEADLINE_S) -> None:
+    """As an operator does it; the node has so many seconds left."""
     command = [
         *(RAY, "drain-node", "--address", cluster.address, "--node-id", node_id),
         *("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"),
-        *("--deadline-remaining-seconds", str(DEADLINE_S)),
+        *("--deadline-remaining-seconds", str(deadline_s)),
     ]
     subprocess.run(command, check=True, capture_output=True)
 
@@ -58,3 +58,35 @@ def test_the_node_of_rank_0_is_left_in_time_and_another_is_taken(
 
 def steps_after(job: Job, time_s: float) -> bool:
     return any(event.time_s > time_s + 1.0 and event.step > 0 for event in job.events("progress"))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_takes_too_long_is_left_behind(
+    three_nodes: LocalCluster, tmp_path: Path, rank: int
+):
+    """B67: 5 s until the node goes, and a disk that has just become slow: 8 s for each file."""
+    slow = tmp_path / "run.slow"
+    with Job(
+        three_nodes, tmp_path, "run", "--slow-s", "8", module="tests.cluster.departing"
+    ) as job:
+        job.wait_for_event("progress", lambda event: event.step > 20)
+        going = job.ranks()[rank]
+        saved = max(event.step for event in job.events("checkpoint_committed"))
+        slow.touch()
+        drained_s = time.time()
+        drain(three_nodes, going["node_id"], deadline_s=5)
+        left = job.wait_for_event("recovered")
+        assert left.time_s - drained_s < 5 + 2.0
+        assert left.data["new_world_size"] == 1 and left.data["lost_steps"] > 0
+        (resumed,) = job.events("resumed")
+        assert resumed.step == saved and "after a save; not all ranks had" in left.reason
+        wait_for("the end of its worker", lambda: not is_running(going["pid"]), 5.0)
+        slow.unlink()
+        # The third node takes its place, and was asked to at the notice.
+        grown = job.wait_for_event("recovered", lambda event: event.time_s > left.time_s)
+        assert grown.data["new_world_size"] == 2 and grown.data["lost_steps"] == 0
+        (planned,) = job.events("growth_planned")
+        assert planned.time_s < left.time_s and "in place of rank" in planned.reason
+    three_nodes.remove(going["node_id"])
+    three_nodes.add()

@@ -233,9 +233,8 @@ def stop(within_s: float | None = 3.0) -> e.StopRequested:
 def test_a_stop_within_a_time_ends_with_what_is_committed():
     drive = paced(2, step_s=0.1, save_s=0.5)
     assert order(drive(stop())).has_deadline
-    assert drive(e.Tick(), after_s=1.9) == []
-    assert drive(e.Tick(), after_s=0.2)[-1] == e.StopGroup(generation=0)
-    drive(e.GroupStopped(generation=0))
+    assert drive(e.Tick(), after_s=2.2) == []
+    drive(e.Tick(), after_s=0.2)
     assert drive.now.phase is Phase.STOPPED
     assert drive.now.reason.startswith("SIGTERM")
     assert "what counts is the checkpoint of step 30" in drive.now.reason
@@ -254,9 +253,9 @@ def test_a_stop_does_not_wait_for_a_group_on_its_way(is_reforming):
     if is_reforming:
         drive(e.GroupStarted(generation=0, world_size=3))
         drive(e.WorkerDied(generation=0, world_rank=1, node_lost=False, detail="killed"))
-    drive(stop())
-    assert drive(e.Tick(), after_s=1.0) == []
-    assert drive(e.Tick(), after_s=1.1)[-1] == e.End(outcome="stopped", reason=drive.now.reason)
+    drive(stop(within_s=None))
+    assert drive.now.phase in (Phase.STARTING, Phase.REFORMING)
+    assert drive(stop())[-1] == e.End(outcome="stopped", reason=drive.now.reason)
     assert "SIGTERM" in drive.now.reason
 
 
@@ -264,8 +263,13 @@ def test_a_stop_does_not_wait_for_processes_that_do_not_end():
     drive = paced(2, step_s=0.1, save_s=0.5)
     drive(stop())
     left(drive, 2)
+    assert drive.now.phase is Phase.STOPPED
+    drive = paced(2, step_s=0.1, save_s=0.5)
+    drive(stop(within_s=None))
+    left(drive, 2)
     assert drive.now.phase is Phase.STOPPING
-    assert drive(e.Tick(), after_s=2.4) == []
+    drive(stop())
+    assert drive(e.Tick(), after_s=2.7) == []
     drive(e.Tick(), after_s=0.2)
     assert drive.now.phase is Phase.STOPPED
 
@@ -274,13 +278,14 @@ def test_a_stop_while_it_leaves_a_node_or_gathers():
     drive = paced(3, step_s=0.1, save_s=0.5)
     drive(draining(0))
     assert order(drive(stop())).has_deadline
-    assert left(drive, 3)[-1] == e.StopGroup(generation=0)
+    left(drive, 3)
+    assert drive.now.phase is Phase.STOPPED
     drive = paced(3, step_s=0.1, save_s=0.5)
     victim = e.RankError(world_rank=0, type_name="RuntimeError", message="gloo", is_victim=True)
     drive(e.RankFailed(generation=0, error=victim))
     drive(stop())
     assert drive.now.phase is Phase.GATHERING
-    assert drive(e.Tick(), after_s=2.1)[-1] == e.StopGroup(generation=0)
+    assert drive(e.Tick(), after_s=2.4)[-1] == e.StopGroup(generation=0)
 
 
 def test_the_first_of_several_times_counts():
@@ -288,7 +293,7 @@ def test_the_first_of_several_times_counts():
     drive(stop(within_s=None))
     assert drive.now.leave_by_s is None
     drive(stop(within_s=30.0), stop(within_s=3.0), stop(within_s=60.0))
-    assert drive.now.leave_by_s == drive.time_s + 2.0
+    assert drive.now.leave_by_s == pytest.approx(drive.time_s + 2.3)
 
 
 def test_without_a_time_a_stop_is_left_in_peace():

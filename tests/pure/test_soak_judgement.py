@@ -66,5 +66,5 @@ def test_a_second_writer_is_told() -> None:
 )
 def test_a_drain_that_costs_too_much_is_told(wrong: dict[str, float], words: str) -> None:
     good = {"world_rank": 0, "lost_steps": 0, "standstill_s": 0.4, "free_after_s": 2.0}
-    found = drains._judge([good, {**good, **wrong}])
+    found = drains._judge([good, {**good, **wrong}], drains._limits(30, 0.0))
     assert [words in failure and "drain 1" in failure for failure in found] == [True] * bool(wrong)
