@@ -143,7 +143,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     overhead.set_defaults(run=_overhead, check=_nothing_to_check)
 
-    intervals = commands.add_parser(
+    intervals = _add_intervals(commands)
+
+    for command in (recovery, growth, overhead, intervals):
+        command.add_argument(
+            "--quick", action="store_true", help="smaller and less sure: a check that it works"
+        )
+        command.add_argument("--json", metavar="PATH", help="write the result there")
+    return parser
+
+
+def _add_intervals(commands: Any) -> argparse.ArgumentParser:
+    intervals: argparse.ArgumentParser = commands.add_parser(
         "intervals", help="time lost with the computed save interval and with fixed ones; simulated"
     )
     intervals.add_argument("--traces", type=_positive, default=200, metavar="N")
@@ -161,13 +172,7 @@ def _parser() -> argparse.ArgumentParser:
             flag, type=_duration_s, default=default, metavar="TIME", help=f"{what} ({default})"
         )
     intervals.set_defaults(run=_intervals, check=_nothing_to_check)
-
-    for command in (recovery, growth, overhead, intervals):
-        command.add_argument(
-            "--quick", action="store_true", help="smaller and less sure: a check that it works"
-        )
-        command.add_argument("--json", metavar="PATH", help="write the result there")
-    return parser
+    return intervals
 
 
 def _engine_names(text: str) -> list[str]:
