@@ -14,7 +14,7 @@ MOST_SILENCE_S = 60.0
 _TRAINS = frozenset({"started", "resumed"})
 _RESTS = frozenset({"waiting", "holding", "run_stopped", "run_finished"})
 # A driver that vanished says nothing of it: the next one's first word does.
-_FAILS = frozenset({"failure_decided", "run_failed", "run_started"})
+_FAILS = frozenset({"failure_decided", "left_unsaved", "run_failed", "run_started"})
 
 
 class Exposure:
@@ -24,8 +24,9 @@ class Exposure:
         self.observed_s = 0.0
         """Seconds of training, all lives together."""
         self.num_failures = 0
-        """Failures that ended training. Those that were injected do not count, nor do nodes that
-        were left before they went, growth, and stops that were asked for: they lose no work."""
+        """Failures that ended training and lost work, a node that was left without a save among
+        them. Those that were injected do not count; nor do growth, nodes that were left with a
+        save, and stops that were asked for: they lose none."""
         self.is_training = False
         self._heard_s: float | None = None
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from elastic.policy.cadence import CHANGE, Cadence
+from elastic.policy.cadence import Cadence
+from elastic.policy.events import Record
 from elastic.policy.exposure import MOST_SILENCE_S, Exposure
 from elastic.policy.intervals import SaveCosts, best_interval
 from elastic.policy.mtbf import (
@@ -21,6 +22,7 @@ from elastic.policy.mtbf import (
 )
 from elastic.policy.saves import SaveInterval
 from elastic.policy.slow_down import LEAST_APART, MOST_STEPS, SlowDown
+from elastic.training.pacing import Pacing
 from jobs.bench.intervals import (
     COMPUTED,
     WEIBULL,
@@ -206,10 +208,10 @@ def test_small_changes_are_not_recorded() -> None:
     run.reason()
     before_s = run.cadence.every_s
     for _ in range(20):
-        run.save(0.4 * (1 + CHANGE))  # the interval is as the root of it
+        run.save(0.4 * 1.15)  # the interval is as the root of it
     assert run.cadence.look() is None and run.cadence.every_s == before_s
     for _ in range(20):
-        run.save(0.4 * (1 + CHANGE) ** 3)
+        run.save(0.4 * 1.5)
     assert run.reason()
 
 
@@ -257,6 +259,58 @@ def test_a_damaged_past_is_no_measurement(bad: object) -> None:
     assert run.reason()
 
 
+# --- handing it on -------------------------------------------------------------------------------
+
+
+class APacing:
+    """A pacing of a cadence, and what it has said."""
+
+    def __init__(self, run: ARun) -> None:
+        self.records: list[Record] = []
+        self.orders: list[tuple[int, float]] = []
+        self.pacing = Pacing(
+            run.cadence,
+            record=self.records.append,
+            order=lambda generation, every_s: self.orders.append((generation, every_s)),
+        )
+
+
+def test_each_generation_is_told_once_and_again_when_it_changes() -> None:
+    run = ARun()
+    told = APacing(run)
+    told.pacing.look(0, [])
+    assert told.orders == [] and told.records == []
+    run.save()
+    for generation in (0, 0, 1, 1):
+        told.pacing.look(generation, [])
+    assert [generation for generation, _ in told.orders] == [0, 1]
+    assert [(one.kind, one.generation) for one in told.records] == [("save_interval", 0)]
+    run.hear("started")
+    run.fail()
+    told.pacing.look(2, [])
+    assert told.orders[-1] == (2, run.cadence.every_s) and len(told.records) == 2
+
+
+def test_steps_that_rank_0_tells_of_are_measured() -> None:
+    run = ARun(SaveInterval.parse("4steps"))
+    told = APacing(run)
+    told.pacing.look(0, [{"step": 1, "values": {"step_s": 0.5}}, {"step": 2, "values": {}}])
+    run.save()
+    told.pacing.skipped(0, 4, 9.0)
+    assert told.records[-1].data["needed_bytes_per_s"] == 500_000
+
+
+def test_each_skipped_save_is_recorded_and_the_log_is_not_flooded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = APacing(ARun())
+    for step in range(50):
+        told.pacing.skipped(3, step, 1.0)
+    assert [(one.step, one.generation) for one in told.records] == [(n, 3) for n in range(50)]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "step 0: the save before it was still being written" in caplog.text
+
+
 # --- failures that count -------------------------------------------------------------------------
 
 
@@ -294,6 +348,14 @@ def test_what_loses_no_work_is_no_failure() -> None:
         *(("run_started", 1000), ("resumed", 1010), ("run_finished", 1030)),
     )
     assert (found.num_failures, found.observed_s) == (0, 30 + 20)
+
+
+def test_a_node_that_is_left_without_a_save_loses_work() -> None:
+    found = heard(
+        *(("started", 0), ("drain_noticed", 10), ("left_unsaved", 11), ("generation_started", 12)),
+        *(("resumed", 13), ("drain_noticed", 20), ("leave_ordered", 21), ("resumed", 23)),
+    )
+    assert found.num_failures == 1
 
 
 def test_failing_again_before_training_began_is_one_failure() -> None:
@@ -366,6 +428,15 @@ def test_steps_beside_a_save_that_take_longer_count() -> None:
     slow_down.saved(step - 1, 4.5)
     steps(slow_down, step, 1.5, 1.5, 9.0, 1.0, 1.0)
     assert slow_down.per_save_s() == pytest.approx(3 * 0.5), "one slow step is no slow-down"
+
+
+def test_steps_beside_earlier_saves_are_not_compared_with() -> None:
+    slow_down = SlowDown()
+    step = steps(slow_down, 1, *[1.0] * LEAST_APART)
+    for _ in range(4):
+        slow_down.saved(step - 1, 5.5)
+        step = steps(slow_down, step, 2.0, 2.0, 2.0, 1.0)
+    assert slow_down.per_save_s() == pytest.approx(3.0)
 
 
 def test_word_of_the_save_may_come_before_or_after_its_steps() -> None:
