@@ -10,6 +10,8 @@ MOST_STEPS = 1024
 """Of the newest steps, to compare with."""
 LEAST_APART = 5
 """Fewer steps without a save beside them are no measure of what a step takes."""
+MOST_APART = 32
+"""Of the newest ones: a run becomes slower and faster for reasons of its own."""
 MOST_SAVES = 9
 
 
@@ -53,8 +55,9 @@ class SlowDown:
     def per_save_s(self) -> float:
         """Seconds that one save adds, the median over the newest saves; 0 where it is not known.
 
-        For each save (median of the steps beside it - median of the steps apart from any) times
-        the number of steps beside it. Not known while there are hardly any apart.
+        For each save (median of the steps beside it - median of the newest steps apart from any)
+        times the number of steps beside it, and never more than it was written for. Not known while
+        there are hardly any apart.
         """
         return max(0.0, median(self._found_s)) if self._found_s else 0.0
 
@@ -75,8 +78,9 @@ class SlowDown:
             if beside and step < beside[-1] and step not in self._beside
         ]
         if len(apart) >= LEAST_APART:
-            each_s = median(self._step_s[step] for step in beside) - median(apart)
-            self._found_s.append(each_s * len(beside))
+            newest = median(apart[-MOST_APART:])
+            each_s = median(self._step_s[step] for step in beside) - newest
+            self._found_s.append(min(each_s * len(beside), save.write_s))
         return True
 
     def _steps_beside(self, save: _Save) -> list[int] | None:

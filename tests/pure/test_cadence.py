@@ -21,7 +21,7 @@ from elastic.policy.mtbf import (
     prior_mtbf_s,
 )
 from elastic.policy.saves import SaveInterval
-from elastic.policy.slow_down import LEAST_APART, MOST_STEPS, SlowDown
+from elastic.policy.slow_down import LEAST_APART, MOST_APART, MOST_STEPS, SlowDown
 from elastic.training.pacing import Pacing
 from jobs.bench.intervals import (
     COMPUTED,
@@ -437,6 +437,22 @@ def test_steps_beside_earlier_saves_are_not_compared_with() -> None:
         slow_down.saved(step - 1, 5.5)
         step = steps(slow_down, step, 2.0, 2.0, 2.0, 1.0)
     assert slow_down.per_save_s() == pytest.approx(3.0)
+
+
+def test_a_run_that_becomes_slower_by_itself_is_not_slowed_down_by_its_saves() -> None:
+    slow_down = SlowDown()
+    step = steps(slow_down, 1, *[1.0] * 500, *[2.0] * MOST_APART)
+    slow_down.saved(step - 1, 3.0)
+    steps(slow_down, step, 2.0, 2.0, 2.0)
+    assert slow_down.per_save_s() == 0.0
+
+
+def test_a_save_does_not_slow_down_by_more_than_it_is_written_for() -> None:
+    slow_down = SlowDown()
+    step = steps(slow_down, 1, *[1.0] * 10)
+    slow_down.saved(step - 1, 0.1)
+    steps(slow_down, step, 7.0, 1.0)
+    assert slow_down.per_save_s() == pytest.approx(0.1)
 
 
 def test_word_of_the_save_may_come_before_or_after_its_steps() -> None:
