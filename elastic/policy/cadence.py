@@ -23,8 +23,8 @@ from elastic.policy.mtbf import learned_mtbf_s, prior_mtbf_s
 from elastic.policy.saves import SaveInterval
 from elastic.policy.slow_down import SlowDown
 
-CHANGE = 0.15
-"""An interval that would change by less stays: within it, at most 1 % more time is lost."""
+CHANGE = 0.2
+"""An interval that would change by less stays: within it, at most 2 % more time is lost."""
 BEFORE_MEASURED_S = 60.0
 """What a rank goes by until it has heard of an interval that was computed."""
 MOST_MEASURED = 9

@@ -12,7 +12,8 @@ LEAST_APART = 5
 """Fewer steps without a save beside them are no measure of what a step takes."""
 MOST_APART = 32
 """Of the newest ones: a run becomes slower and faster for reasons of its own."""
-MOST_SAVES = 9
+MOST_SAVES, LEAST_SAVES = 25, 5
+"""What one save adds is lost in the noise of steps; what the median of many says is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +54,14 @@ class SlowDown:
         return median(self._step_s.values()) if self._step_s else None
 
     def per_save_s(self) -> float:
-        """Seconds that one save adds, the median over the newest saves; 0 where it is not known.
+        """Seconds that one save adds, the median over the newest ones; 0 where it is not known.
 
         For each save (median of the steps beside it - median of the newest steps apart from any)
-        times the number of steps beside it, and never more than it was written for. Not known while
-        there are hardly any apart.
+        times the number of steps beside it, and never more than it was written for. Not known
+        before a few saves, nor while there are hardly any steps apart.
         """
-        return max(0.0, median(self._found_s)) if self._found_s else 0.0
+        is_known = len(self._found_s) >= LEAST_SAVES
+        return max(0.0, median(self._found_s)) if is_known else 0.0
 
     def _settle(self) -> None:
         # Where no steps are told of, as in a ledger of the past, nothing is ever settled.

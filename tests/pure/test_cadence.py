@@ -21,7 +21,14 @@ from elastic.policy.mtbf import (
     prior_mtbf_s,
 )
 from elastic.policy.saves import SaveInterval
-from elastic.policy.slow_down import LEAST_APART, MOST_APART, MOST_STEPS, SlowDown
+from elastic.policy.slow_down import (
+    LEAST_APART,
+    LEAST_SAVES,
+    MOST_APART,
+    MOST_SAVES,
+    MOST_STEPS,
+    SlowDown,
+)
 from elastic.training.pacing import Pacing
 from jobs.bench.intervals import (
     COMPUTED,
@@ -211,7 +218,7 @@ def test_small_changes_are_not_recorded() -> None:
         run.save(0.4 * 1.15)  # the interval is as the root of it
     assert run.cadence.look() is None and run.cadence.every_s == before_s
     for _ in range(20):
-        run.save(0.4 * 1.5)
+        run.save(0.4 * 1.6)
     assert run.reason()
 
 
@@ -422,18 +429,31 @@ def steps(slow_down: SlowDown, first: int, *times_s: float) -> int:
     return first + len(times_s)
 
 
+def after_saves(
+    write_s: float, *beside_s: float, num_saves: int = LEAST_SAVES, apart_s: float = 1.0
+) -> SlowDown:
+    """So many saves, each with these steps after it and enough others before."""
+    slow_down, step = SlowDown(), 1
+    for _ in range(num_saves):
+        step = steps(slow_down, step, *[apart_s] * LEAST_APART)
+        slow_down.saved(step - 1, write_s)
+        step = steps(slow_down, step, *beside_s)
+    return slow_down
+
+
 def test_steps_beside_a_save_that_take_longer_count() -> None:
-    slow_down = SlowDown()
-    step = steps(slow_down, 1, *[1.0] * 10)
-    slow_down.saved(step - 1, 4.5)
-    steps(slow_down, step, 1.5, 1.5, 9.0, 1.0, 1.0)
-    assert slow_down.per_save_s() == pytest.approx(3 * 0.5), "one slow step is no slow-down"
+    found = after_saves(4.5, 1.5, 1.5, 9.0, 1.0, 1.0).per_save_s()
+    assert found == pytest.approx(3 * 0.5), "one slow step is no slow-down"
+
+
+def test_a_few_saves_tell_nothing() -> None:
+    assert after_saves(4.5, 1.5, 1.5, 1.5, num_saves=LEAST_SAVES - 1).per_save_s() == 0
 
 
 def test_steps_beside_earlier_saves_are_not_compared_with() -> None:
     slow_down = SlowDown()
     step = steps(slow_down, 1, *[1.0] * LEAST_APART)
-    for _ in range(4):
+    for _ in range(LEAST_SAVES + 3):
         slow_down.saved(step - 1, 5.5)
         step = steps(slow_down, step, 2.0, 2.0, 2.0, 1.0)
     assert slow_down.per_save_s() == pytest.approx(3.0)
@@ -442,56 +462,49 @@ def test_steps_beside_earlier_saves_are_not_compared_with() -> None:
 def test_a_run_that_becomes_slower_by_itself_is_not_slowed_down_by_its_saves() -> None:
     slow_down = SlowDown()
     step = steps(slow_down, 1, *[1.0] * 500, *[2.0] * MOST_APART)
-    slow_down.saved(step - 1, 3.0)
-    steps(slow_down, step, 2.0, 2.0, 2.0)
+    for _ in range(LEAST_SAVES):
+        slow_down.saved(step - 1, 3.0)
+        step = steps(slow_down, step, *[2.0] * 8)
     assert slow_down.per_save_s() == 0.0
 
 
 def test_a_save_does_not_slow_down_by_more_than_it_is_written_for() -> None:
-    slow_down = SlowDown()
-    step = steps(slow_down, 1, *[1.0] * 10)
-    slow_down.saved(step - 1, 0.1)
-    steps(slow_down, step, 7.0, 1.0)
-    assert slow_down.per_save_s() == pytest.approx(0.1)
+    assert after_saves(0.1, 7.0, 1.0).per_save_s() == pytest.approx(0.1)
+
+
+def test_nor_does_it_speed_up() -> None:
+    assert after_saves(1.0, 0.5, 0.5).per_save_s() == 0.0
 
 
 def test_word_of_the_save_may_come_before_or_after_its_steps() -> None:
-    found = []
-    for is_late in (False, True):
-        slow_down = SlowDown()
-        step = steps(slow_down, 1, *[1.0] * 10)
-        if not is_late:
-            slow_down.saved(10, 3.0)
-        steps(slow_down, step, 1.5, 1.5, 1.0, 1.0)
-        if is_late:
-            slow_down.saved(10, 3.0)
-        found.append(slow_down.per_save_s())
-    assert found[0] == found[1] == 1.0
+    late, step = SlowDown(), 1
+    for _ in range(LEAST_SAVES):
+        step = steps(late, step, *[1.0] * LEAST_APART, 1.5, 1.5, 1.0, 1.0)
+        late.saved(step - 5, 3.0)
+    assert late.per_save_s() == after_saves(3.0, 1.5, 1.5, 1.0, 1.0).per_save_s() == 1.0
 
 
 def test_slow_down_is_part_of_the_stall() -> None:
     run = ARun()
-    for step in range(1, 11):
-        run.cadence.stepped(step, 1.0, run.time_s)
-    run.step = 10
-    run.save(0.4, 2.5)
-    for step in (11, 12):
-        run.cadence.stepped(step, 1.3, run.time_s)
+    step = 1
+    for _ in range(LEAST_SAVES):
+        for step_s in (*[1.0] * LEAST_APART, 1.3, 1.3):
+            run.cadence.stepped(step, step_s, run.time_s)
+            run.step = step - 2
+            step += 1
+        run.save(0.4, 2.5)
     assert ": stall 1 s, 600 ms of it slower steps, MTBF" in run.reason()
 
 
 def test_what_cannot_be_compared_counts_nothing() -> None:
-    slow_down = SlowDown()
-    step = steps(slow_down, 1, *[1.0] * LEAST_APART)
-    slow_down.begin()  # those were of another size
-    steps(slow_down, step, *[2.0] * LEAST_APART)
-    slow_down.saved(step, 1.0)
+    slow_down, step = SlowDown(), 1
+    for _ in range(LEAST_SAVES):
+        step = steps(slow_down, step, *[1.0] * LEAST_APART)
+        slow_down.begin()  # those were of another size
+        step = steps(slow_down, step, 2.0)
+        slow_down.saved(step - 1, 1.0)
+        step = steps(slow_down, step, 2.0)
     assert slow_down.per_save_s() == 0.0
-    faster = SlowDown()
-    steps(faster, 1, *[1.0] * 10)
-    faster.saved(10, 1.0)
-    steps(faster, 11, 0.5, 0.5)
-    assert faster.per_save_s() == 0.0
 
 
 def test_a_long_run_keeps_little() -> None:
@@ -500,7 +513,7 @@ def test_a_long_run_keeps_little() -> None:
         slow_down.stepped(step, 1.0)
         if step % 20 == 0:
             slow_down.saved(step + 10**6, 1.0)  # never settled
-    assert len(slow_down._step_s) == MOST_STEPS and len(slow_down._open) < 20
+    assert len(slow_down._step_s) == MOST_STEPS and len(slow_down._open) <= MOST_SAVES
 
 
 # --- storage that is too slow --------------------------------------------------------------------
