@@ -25,6 +25,7 @@ from jobs.pretrain_arguments import (
     check,
     hang_limits,
     identity_of,
+    mtbf_s,
     parser,
     storage_of,
 )
@@ -165,6 +166,7 @@ def _train_under_torchrun(
             train_loop_config=config,
             seed=arguments.seed,
             save_every=arguments.save_every,
+            mtbf=mtbf_s(arguments),
             save_behind=arguments.save_behind,
             keep=arguments.keep,
             keep_every=arguments.keep_every,
@@ -221,6 +223,7 @@ def _train(
             elastic_config=ElasticConfig(
                 seed=arguments.seed,
                 save_every=arguments.save_every,
+                mtbf=mtbf_s(arguments),
                 save_behind=arguments.save_behind,
                 keep=arguments.keep,
                 keep_every=arguments.keep_every,

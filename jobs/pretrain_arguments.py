@@ -10,6 +10,7 @@ from typing import Any
 from elastic.importing import collector_paused
 from elastic.policy.durations import parse_duration_s
 from elastic.policy.hangs import HangLimits
+from elastic.policy.saves import AUTO, SaveInterval
 
 DEFAULT_STORAGE = Path("~/elastic-runs").expanduser()
 OPTIMIZERS = ("adamw", "sgd")
@@ -39,12 +40,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--lr", type=float, default=1e-3)
     found.add_argument("--warmup-steps", type=int, default=20)
     found.add_argument("--seed", type=int, default=0)
-    found.add_argument(
-        "--save-every", default="20steps", help="such as 50, 20steps (default) or 60s"
-    )
-    found.add_argument("--save-behind", choices=("skip", "wait"), default="skip")
-    found.add_argument("--keep", type=int, default=3, help="newest checkpoints to keep; -1 all")
-    found.add_argument("--keep-every", type=int, help="also keep steps divisible by this")
+    _add_saving(found)
     found.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     found.add_argument("--max-failures", type=int, default=0, help="restarts for exceptions")
     found.add_argument("--grow-interval", type=float, default=60.0, metavar="SECONDS")
@@ -75,6 +71,22 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return found
 
 
+def _add_saving(found: argparse.ArgumentParser) -> None:
+    found.add_argument(
+        "--save-every",
+        default=AUTO,
+        help="auto (default) computes it from what the run measures; or such as 20steps or 60s",
+    )
+    found.add_argument(
+        "--mtbf",
+        metavar="TIME",
+        help="for auto: what you believe of the time between failures: hours, 8h (default), 30min",
+    )
+    found.add_argument("--save-behind", choices=("skip", "wait"), default="skip")
+    found.add_argument("--keep", type=int, default=3, help="newest checkpoints to keep; -1 all")
+    found.add_argument("--keep-every", type=int, help="also keep steps divisible by this")
+
+
 class InvalidInput(ValueError):
     """Arguments that cannot work; the message says what to do."""
 
@@ -102,7 +114,6 @@ def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[in
     Raises:
         InvalidInput: something cannot work.
     """
-    from elastic.policy.saves import SaveInterval
     from jobs.text import prepare
 
     with collector_paused():
@@ -124,6 +135,7 @@ def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[in
         raise InvalidInput(f"--model is one of {', '.join(PRESETS)}; found {arguments.model!r}")
     _check_trust(arguments)
     hang_limits(arguments)
+    mtbf_s(arguments)
     try:
         SaveInterval.parse(arguments.save_every)
         text = prepare(
@@ -168,6 +180,20 @@ def hang_limits(arguments: argparse.Namespace) -> HangLimits | None:
         return HangLimits(step_s=parse_duration_s(arguments.hang_limit, bare_unit="s"))
     except ValueError as error:
         raise InvalidInput(f"--hang-limit: {error}") from error
+
+
+def mtbf_s(arguments: argparse.Namespace) -> float | None:
+    """The prior that `--mtbf` gives, in seconds; a bare number is in hours.
+
+    Raises:
+        InvalidInput: it is no duration.
+    """
+    if arguments.mtbf is None:
+        return None
+    try:
+        return parse_duration_s(arguments.mtbf, bare_unit="h")
+    except ValueError as error:
+        raise InvalidInput(f"--mtbf: {error}") from error
 
 
 def _check_trust(arguments: argparse.Namespace) -> None:

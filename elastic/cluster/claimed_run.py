@@ -8,6 +8,7 @@ import uuid
 
 from elastic.cluster import whereabouts
 from elastic.cluster.driver_config import DriverConfig
+from elastic.policy.cadence import Cadence
 from elastic.policy.events import Record
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import claim
@@ -34,6 +35,9 @@ class ClaimedRun:
         try:
             self.past = read_ledger(filesystem)
             """What earlier lives of the driver have recorded."""
+            self.cadence = Cadence(config.save, config.mtbf_s)
+            """How often to save; it hears all that is recorded."""
+            self.cadence.hear_past(self.past)
             self.catalog = Catalog(filesystem, self.run_id)
             if config.from_step is not None:
                 steps_above(self.catalog, config.from_step)  # refuses before anything is written
@@ -57,6 +61,8 @@ class ClaimedRun:
 
     def record(self, record: Record) -> None:
         """Into the ledger; a disk that takes nothing more does not end the run."""
+        time_s = time.time()
+        self.cadence.hear(record.kind, record.step, record.data, time_s)
         try:
             self._ledger.append(
                 record.kind,
@@ -65,7 +71,7 @@ class ClaimedRun:
                 world_rank=record.world_rank,
                 reason=record.reason,
                 data=record.data,
-                time_s=time.time(),
+                time_s=time_s,
             )
         except OSError as error:
             logger.error("the ledger could not take %s: %s", record.kind, error)

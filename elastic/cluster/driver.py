@@ -53,6 +53,7 @@ from elastic.policy.events import (
 from elastic.policy.situation import FINAL, Phase, Situation
 from elastic.policy.transitions import decide, record_death
 from elastic.training.coordinator import CommitResult, Orders, Shard
+from elastic.training.pacing import Pacing
 
 logger = logging.getLogger("elastic")
 
@@ -120,6 +121,7 @@ class Driver:
             on_connected=self._group.joined,
             on_restored=self._commits.restored,
             standstill=self._standstill,
+            pacing=Pacing(run.cadence, record=self._record, order=self._order_interval),
         )
         self._inbox = Inbox(
             run.filesystem,
@@ -275,6 +277,9 @@ class Driver:
     def _order_save(self, command: OrderSave) -> None:
         asked = self._orders.saves_asked + 1
         self._order(command.generation, replace(self._orders, saves_asked=asked))
+
+    def _order_interval(self, generation: int, every_s: float) -> None:
+        self._order(generation, replace(self._orders, save_every_s=every_s))
 
     def _end(self, command: End) -> None:
         self._ended = command

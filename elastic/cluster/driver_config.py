@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from elastic.policy.hangs import HangLimits
 from elastic.policy.retention import Retention
+from elastic.policy.saves import SaveInterval
 from elastic.policy.situation import Rules
 from elastic.storage.claim import RunSpec
 
@@ -19,6 +20,9 @@ class DriverConfig:
     rules: Rules
     keep: Retention
     resources_per_worker: dict[str, float]
+    save: SaveInterval = SaveInterval()
+    mtbf_s: float | None = None
+    """The owner's mean time between failures, for an interval that is computed."""
     label_selector: dict[str, str] | None = None
     mix_accelerators: bool = False
     hangs: HangLimits | None = None

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.policy.durations import parse_duration_s
 from elastic.policy.hangs import HangLimits
-from elastic.policy.saves import SaveInterval
+from elastic.policy.saves import AUTO, SaveInterval
 from elastic.training.foreign import check_trust
 
 _BELOW = 0.9
@@ -20,8 +21,12 @@ class ElasticConfig:
     """What an elastic run has beyond Ray Train's own configuration."""
 
     seed: int = 0
-    save_every: str | int | SaveInterval | None = "60s"
-    """`"60s"`, `"100steps"`, `100`, or None for both ends only."""
+    save_every: str | int | SaveInterval | None = AUTO
+    """`"auto"`: computed from what this run measures. Or `"60s"`, `"100steps"`, `100`, or None for
+    both ends only."""
+    mtbf: str | float | None = None
+    """What is believed of the time between failures before the run has seen any, for `auto`:
+    `"8h"`, or a number of seconds. None takes 8 h, or less for thousands of workers."""
     save_behind: str = "skip"
     """`skip` (and count) or `wait` when a save is due while one is still being written."""
     keep: int | None = None
@@ -57,6 +62,11 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         check_trust(self.load_from, self.trust_foreign)
+        SaveInterval.parse(self.save_every)
+        try:
+            _ = self.mtbf_s
+        except ValueError as error:
+            raise ValueError(f"mtbf: {error}") from error
         if self.from_step is not None and self.from_step < 0:
             raise ValueError(f"from_step is the step of a checkpoint; found {self.from_step}")
         if self.from_step is not None and self.from_scratch:
@@ -72,6 +82,11 @@ class ElasticConfig:
             return float(environ["RAY_JOB_STOP_WAIT_TIME_S"])
         except (KeyError, ValueError):
             return _RAYS_GRACE_S
+
+    @property
+    def mtbf_s(self) -> float | None:
+        """`mtbf` in seconds."""
+        return None if self.mtbf is None else parse_duration_s(str(self.mtbf), bare_unit="s")
 
     @property
     def capped_hangs(self) -> HangLimits | None:

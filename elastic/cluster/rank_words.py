@@ -18,6 +18,7 @@ from elastic.policy.events import (
     Record,
 )
 from elastic.storage.metrics import MetricsWriter
+from elastic.training.pacing import Pacing
 
 Data = Mapping[str, Any]
 
@@ -38,6 +39,7 @@ class RankWords:
         on_connected: Callable[[int], None],
         on_restored: Callable[[], None],
         standstill: Standstill,
+        pacing: Pacing,
     ) -> None:
         self._recovery = recovery
         self._metrics = metrics
@@ -46,6 +48,7 @@ class RankWords:
         self._on_connected_rank = on_connected
         self._on_restored = on_restored
         self._standstill = standstill
+        self._pacing = pacing
         self._generation = -1
         self._world_size = 0
         self._restored: set[int] = set()
@@ -119,6 +122,7 @@ class RankWords:
             self.latest["loss"] = values.get("loss", self.latest["loss"])
             if values.get("step_s", 0.0) > 0:
                 self.latest["tokens_per_s"] = values.get("tokens", 0.0) / values["step_s"]
+        self._pacing.look(self._generation, data["rows"])
         if step > self._posted_step:
             self._posted_step = step
             self._post(
@@ -131,14 +135,7 @@ class RankWords:
             )
 
     def _on_save_skipped(self, rank: int, data: Data) -> None:
-        self._record(
-            Record(
-                kind="checkpoint_skipped",
-                generation=self._generation,
-                step=int(data["step"]),
-                reason="the save before it was still being written",
-            )
-        )
+        self._pacing.skipped(self._generation, int(data["step"]), data["since_s"])
 
     def _on_weights_loaded(self, rank: int, data: Data) -> None:
         if rank == 0:

@@ -135,6 +135,8 @@ class ElasticTrainer(TorchTrainer):
                 spec=self._spec(),
                 rules=self._rules,
                 keep=self._keep,
+                save=self._interval,
+                mtbf_s=self.elastic_config.mtbf_s,
                 resources_per_worker=self.scaling_config._resources_per_worker_not_none,
                 label_selector=checks.one_selector(self.scaling_config),
                 mix_accelerators=self.elastic_config.mix_accelerators,

@@ -27,6 +27,7 @@ def status_text(status: RunStatus) -> str:
         "step": _step(status),
         "loss": UNSAID if status.loss is None else f"{status.loss:.4f}",
         "checkpoint": _checkpoint(status),
+        "saves": UNSAID if status.save_interval is None else status.save_interval["why"],
         "restarts": _restarts(status),
         "storage": status.storage,
         "dashboard": status.dashboard_url or UNSAID,

@@ -76,6 +76,8 @@ class RunStatus:
     tokens_per_s: float | None
     checkpoint_step: int | None
     checkpoint_age_s: float | None
+    save_interval: dict[str, Any] | None
+    """How often it saves, `seconds` or `steps` or neither, and `why` in words."""
     restarts: int
     restarts_by_cause: dict[str, int]
     lost_steps: int
@@ -128,6 +130,7 @@ def summarise(
         tokens_per_s=_number(progress.get("tokens_per_s")),
         checkpoint_step=checkpoint_step,
         checkpoint_age_s=_checkpoint_age_s(events, checkpoint_step, now_s),
+        save_interval=_save_interval(events),
         restarts=sum(restarts.values()),
         restarts_by_cause=restarts,
         lost_steps=sum(_integer(e.data.get("lost_steps")) or 0 for e in _of(events, "recovered")),
@@ -223,6 +226,14 @@ def _checkpoint_age_s(
 ) -> float | None:
     times = [e.time_s for e in _of(events, "checkpoint_committed") if e.step == step]
     return max(0.0, now_s - times[-1]) if times else None
+
+
+def _save_interval(events: Sequence[LedgerEvent]) -> dict[str, Any] | None:
+    told = next((event for event in reversed(events) if event.kind == "save_interval"), None)
+    if told is None:
+        return None
+    often = ((key, told.data[key]) for key in ("seconds", "steps") if key in told.data)
+    return dict(often) | {"why": told.reason}
 
 
 def _number(value: object) -> float | None:

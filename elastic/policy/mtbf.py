@@ -19,6 +19,12 @@ GPU_MTBF_SOURCE = (
 MERGE_WITHIN_S = 60.0
 """Failures this soon after another are one interruption: a rack that goes is many of them."""
 
+DEFAULT_PRIOR_S = 8 * 3600.0
+
+_DOUBT = 4.0
+_LIKELY = 1 / 6
+_MOST_DOUBTS = 4
+
 
 def cluster_mtbf_s(
     *,
@@ -63,6 +69,45 @@ def mtbf_with_prior_s(*, num_failures: int, observed_s: float, prior_s: float) -
             f"{num_failures} failures in {observed_s} s with a prior of {prior_s} s"
         )
     return (prior_s + observed_s) / (1 + num_failures)
+
+
+def prior_mtbf_s(num_workers: int) -> float:
+    """What is believed of a group of that many workers before it has failed: 8 h, or less where
+    `cluster_mtbf_s` says so, which it does from some 6,300 GPUs on.
+
+    A well-kept GPU alone fails once in years; elastic capacity is taken away far more often, and
+    to save too often costs little where the stall is short.
+    """
+    return min(DEFAULT_PRIOR_S, cluster_mtbf_s(num_gpus=max(1, num_workers)))
+
+
+def learned_mtbf_s(*, num_failures: int, observed_s: float, prior_s: float) -> float:
+    """MTBF after `num_failures` in `observed_s`, of a run whose prior may be wrong by far.
+
+    The prior counts as one failure in `prior_s`, as in `mtbf_with_prior_s`, or in 4, 16, 64 or 256
+    times as long, or as short, each factor of 4 taken to be a sixth as likely: a mixture of gamma
+    priors of shape 1 for the rate of failures. The first failures decide between them, so that
+    spot capacity is soon found out. The result is the reciprocal of the posterior mean rate: since
+    lost time is linear in the rate, the interval that suits it loses least on average over all
+    rates that are possible. So a prior of which nothing is known yet counts as half of itself:
+    failures that come far sooner than was believed cost more than those that come later.
+
+    Source: mixtures of conjugate priors, Bernardo and Smith 1994, "Bayesian Theory", 5.2. Holds
+    for a constant rate. Raises `ValueError` as `mtbf_with_prior_s` does.
+    """
+    mtbf_with_prior_s(num_failures=num_failures, observed_s=observed_s, prior_s=prior_s)
+    alternatives = [
+        (_LIKELY ** abs(k), prior_s * _DOUBT**k) for k in range(-_MOST_DOUBTS, _MOST_DOUBTS + 1)
+    ]
+    # The likelihood of what was seen under rates of gamma(1, b): n! b / (b + t)^(n + 1).
+    logs = [
+        math.log(weight * b) - (num_failures + 1) * math.log(b + observed_s)
+        for weight, b in alternatives
+    ]
+    most = max(logs)
+    weights = [math.exp(log - most) for log in logs]
+    rates = [(1 + num_failures) / (b + observed_s) for _, b in alternatives]
+    return sum(weights) / sum(w * rate for w, rate in zip(weights, rates, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from elastic.policy.cadence import Cadence
+from elastic.policy.events import Record
 from elastic.policy.retention import Retention
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import RunSpec, claim
@@ -23,6 +25,7 @@ from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.metrics import MetricsWriter
 from elastic.training.coordinator import CommitResult, NoSoundCheckpoint, Orders, Shard
 from elastic.training.membership import TrainingConfig
+from elastic.training.pacing import Pacing
 from elastic.training.publishing import publish
 from elastic.training.wishes import Wishes
 
@@ -75,7 +78,11 @@ class Book:
         self._catalog = Catalog(filesystem, self._claim.run_file.run_id)
         self._keep = keep
         self._launcher = launcher
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._cadence = Cadence(config.save, config.mtbf_s)
+        self._cadence.hear_past(self._past)
+        self._pacing = Pacing(self._cadence, record=self._record_as_told, order=self._order)
+        self._save_every_s: float | None = None
         self._generation = max((event.generation for event in self._past), default=-1) + 1
         self._resumed: int | None = None
         self._protected: set[int] = set()
@@ -154,11 +161,8 @@ class Book:
         elif kind == "progress":
             self._on_progress(data)
         elif kind == "save_skipped":
-            self._record(
-                "checkpoint_skipped",
-                step=int(data["step"]),
-                reason="the save before it was still being written",
-            )
+            with self._lock:
+                self._pacing.skipped(self._generation, int(data["step"]), data["since_s"])
         elif kind == "weights_loaded":
             self._record("weights_loaded", step=0, reason=f"from {data['from']}")
         elif kind == "rng_left_out":
@@ -196,6 +200,8 @@ class Book:
             status["loss"] = values.get("loss", status["loss"])
             if values.get("step_s", 0.0) > 0:
                 status["tokens_per_s"] = values.get("tokens", 0.0) / values["step_s"]
+        with self._lock:
+            self._pacing.look(self._generation, data["rows"])
         status["phase"] = data["phase"]
         if data["step"] > status["step"]:
             status["step"] = data["step"]
@@ -212,8 +218,13 @@ class Book:
                 logger.warning("cannot look for requests of people: %s", error)
 
     def orders(self) -> Orders:
-        """What people want of the group now, as rank 0 has heard it so far."""
-        return Orders(leave=self._wishes.stop, saves_asked=self._wishes.saves)
+        """What people want of the group now, as rank 0 has heard it so far, and how often to
+        save."""
+        return Orders(
+            leave=self._wishes.stop,
+            saves_asked=self._wishes.saves,
+            save_every_s=self._save_every_s,
+        )
 
     def commit(self, shards: Sequence[Shard]) -> CommitResult:
         """Publish the save that these shards are the whole of."""
@@ -263,6 +274,12 @@ class Book:
         self._ledger.close()
         self._claim.lease.release()
 
+    def _order(self, generation: int, every_s: float) -> None:
+        self._save_every_s = every_s
+
+    def _record_as_told(self, record: Record) -> None:
+        self._record(record.kind, step=record.step, reason=record.reason, data=record.data)
+
     def _record_wish(self, kind: str, *, reason: str, data: Mapping[str, Any]) -> None:
         self._record(kind, step=self._status["step"], reason=reason, data=data)
 
@@ -275,7 +292,7 @@ class Book:
         self, kind: str, *, step: int = -1, reason: str = "", data: Mapping[str, Any] | None = None
     ) -> None:
         with self._lock:
-            self._ledger.append(
+            written = self._ledger.append(
                 kind,
                 generation=self._generation,
                 step=step,
@@ -283,3 +300,4 @@ class Book:
                 data=data,
                 time_s=time.time(),
             )
+            self._cadence.hear_past([written])

@@ -64,6 +64,8 @@ class Orders:
     """The time does not suffice for a long step: it is dropped at its next micro-batch."""
     saves_asked: int = 0
     """How often a save was asked for by hand since the generation began."""
+    save_every_s: float | None = None
+    """How often to save where that is computed, from start to start; None: not known yet."""
 
 
 class Coordinator(Protocol):

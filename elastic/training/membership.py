@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,8 @@ class TrainingConfig:
     """The user's own, handed to the training function as `run.config`."""
     seed: int = 0
     save: SaveInterval = SaveInterval()
+    mtbf_s: float | None = None
+    """Where `save` is computed: the owner's mean time between failures; None takes the default."""
     save_behind: str = "skip"
     """What to do when a save is due while one is being written: `skip` (and count) or `wait`."""
     max_save_failures: int = 3
@@ -54,6 +57,8 @@ class TrainingConfig:
             raise ValueError(f"save_behind is 'skip' or 'wait'; found {self.save_behind!r}")
         if self.max_save_failures < 1:
             raise ValueError(f"max_save_failures is at least 1; found {self.max_save_failures}")
+        if self.mtbf_s is not None and not 0 < self.mtbf_s < math.inf:
+            raise ValueError(f"mtbf_s must be above 0 and finite; found {self.mtbf_s}")
         for name in ("collective_timeout_s", "commit_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0; found {getattr(self, name)}")

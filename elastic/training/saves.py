@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic.policy.cadence import BEFORE_MEASURED_S
+from elastic.policy.saves import SaveInterval
 from elastic.storage.filesystem import Filesystem
 from elastic.training import rng
 from elastic.training.checkpoint import AsyncSaver, describe
@@ -60,19 +62,32 @@ class Saves:
         self._failures_in_a_row = 0
         self.last_step = -1
         """Step of the last save that was begun, or restored."""
-        self.last_s = time.monotonic()
+        self.last_s = self._begun_s = time.monotonic()
+        self._late_step = -1
         self.committed_step = -1
 
     def is_due(self, step: int) -> bool:
-        """Whether the interval asks for a save after `step`. Rank 0's answer counts."""
-        return self._config.save.is_due(
-            step=step, last_step=self.last_step, now_s=time.monotonic(), last_s=self.last_s
+        """Whether the interval asks for a save after `step`. Rank 0's answer counts.
+
+        An interval in seconds asks once while the save before it is still in flight, so that it
+        is skipped and counted once, and again when that save has ended.
+        """
+        interval, last_s = self._config.save, self.last_s
+        if interval.is_computed:
+            every_s = self._coordinator.orders().save_every_s or BEFORE_MEASURED_S
+            interval, last_s = SaveInterval(seconds=every_s), self._begun_s
+        is_due = interval.is_due(
+            step=step, last_step=self.last_step, now_s=time.monotonic(), last_s=last_s
         )
+        if not is_due or interval.seconds is None or not self.is_in_flight:
+            return is_due
+        is_first, self._late_step = self._late_step != self.last_step, self.last_step
+        return is_first
 
     def restored(self, step: int) -> None:
         """The live state is that of this committed checkpoint."""
         self.last_step = self.committed_step = step
-        self.last_s = time.monotonic()
+        self.last_s = self._begun_s = time.monotonic()
 
     @property
     def is_in_flight(self) -> bool:
@@ -94,7 +109,8 @@ class Saves:
             self._begin(state, counters)
             return True
         if self._member.world_rank == 0:
-            self._coordinator.notify("save_skipped", {"step": counters["step"]})
+            since_s = time.monotonic() - self._begun_s
+            self._coordinator.notify("save_skipped", {"step": counters["step"], "since_s": since_s})
         return False
 
     def save_and_wait(
@@ -205,7 +221,7 @@ class Saves:
             return self._coordinator.commit(done, self._config.commit_timeout_s)
 
         self._flight = _Flight(step=step, result=_in_background(finish))
-        self.last_step, self.last_s = step, time.monotonic()
+        self.last_step, self.last_s, self._begun_s = step, time.monotonic(), begun_s
 
 
 def _in_background(work: Callable[[], CommitResult]) -> Future[CommitResult]:

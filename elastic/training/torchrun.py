@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from elastic import versions
+from elastic.policy.durations import parse_duration_s
 from elastic.policy.retention import Retention
-from elastic.policy.saves import SaveInterval
+from elastic.policy.saves import AUTO, SaveInterval
 from elastic.storage.claim import RunSpec, run_url
 from elastic.storage.filesystem import Filesystem
 from elastic.training.book import Launcher
@@ -229,7 +230,8 @@ def run_standalone(
     storage_path: str,
     train_loop_config: dict[str, Any] | None = None,
     seed: int = 0,
-    save_every: str | int | SaveInterval | None = "60s",
+    save_every: str | int | SaveInterval | None = AUTO,
+    mtbf: str | float | None = None,
     save_behind: str = "skip",
     keep: int = 3,
     keep_every: int | None = None,
@@ -256,32 +258,36 @@ def run_standalone(
     place = place or Place.here()
     check_trust(load_from, trust_foreign)
     asked = train_loop_config or {}
-    interval = SaveInterval.parse(save_every)
     config = TrainingConfig(
         run_url=run_url(storage_path, name),
         config=asked,
         seed=seed,
-        save=interval,
+        save=SaveInterval.parse(save_every),
+        mtbf_s=None if mtbf is None else parse_duration_s(str(mtbf), bare_unit="s"),
         save_behind=save_behind,
         collective_timeout_s=collective_timeout_s,
         use_cuda=torch.cuda.device_count() >= place.local_world_size,
         load_from=load_from,
     )
+    retention = Retention(keep=keep, keep_every=keep_every)
     spec = RunSpec.of(
         name=name,
         seed=seed,
         config=asked,
         identity=identity,
-        operational={
-            "num_workers": [place.world_size, place.world_size],
-            "save": str(interval),
-            "keep": keep,
-            "keep_every": keep_every,
-        },
+        operational=_operational(place, config.save, retention),
         accepted=accept_changes,
     )
-    retention = Retention(keep=keep, keep_every=keep_every)
     return _train_at(place, train, config, spec, retention, on_status)
+
+
+def _operational(place: Place, save: SaveInterval, retention: Retention) -> dict[str, Any]:
+    return {
+        "num_workers": [place.world_size, place.world_size],
+        "save": str(save),
+        "keep": retention.keep,
+        "keep_every": retention.keep_every,
+    }
 
 
 def _train_at(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from elastic.policy.durations import parse_duration_s
 from jobs.bench.engines import DEFAULT_ENGINES, ENGINES
 from jobs.bench.faults import FAULTS
 from jobs.bench.network import why_unavailable
@@ -82,6 +83,23 @@ def _overhead(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _intervals(options: argparse.Namespace) -> dict[str, Any]:
+    from jobs.bench.intervals import Bench, Conditions, table
+
+    conditions = Conditions(
+        stall_s=options.stall,
+        write_s=options.write,
+        down_s=options.down,
+        mtbf_s=options.mtbf,
+        num_failures=options.failures,
+    )
+    num_traces = 20 if options.quick else options.traces
+    bench = Bench(num_traces=num_traces, seed=options.seed, conditions=conditions)
+    result = bench.run(_say)
+    print(table(result))
+    return result
+
+
 def _say(line: str) -> None:
     print(line, flush=True)
 
@@ -125,12 +143,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     overhead.set_defaults(run=_overhead, check=_nothing_to_check)
 
-    for command in (recovery, growth, overhead):
+    intervals = _add_intervals(commands)
+
+    for command in (recovery, growth, overhead, intervals):
         command.add_argument(
             "--quick", action="store_true", help="smaller and less sure: a check that it works"
         )
         command.add_argument("--json", metavar="PATH", help="write the result there")
     return parser
+
+
+def _add_intervals(commands: Any) -> argparse.ArgumentParser:
+    intervals: argparse.ArgumentParser = commands.add_parser(
+        "intervals", help="time lost with the computed save interval and with fixed ones; simulated"
+    )
+    intervals.add_argument("--traces", type=_positive, default=200, metavar="N")
+    intervals.add_argument("--seed", type=int, default=1)
+    intervals.add_argument(
+        "--failures", type=_positive, default=20, metavar="N", help="in a trace, on average"
+    )
+    for flag, default, what in (
+        ("--mtbf", "35min", "the true one, which the run does not know"),
+        ("--stall", "2s", "of one save"),
+        ("--write", "8s", "of one save, beside training"),
+        ("--down", "10s", "from a failure to the first new step"),
+    ):
+        intervals.add_argument(
+            flag, type=_duration_s, default=default, metavar="TIME", help=f"{what} ({default})"
+        )
+    intervals.set_defaults(run=_intervals, check=_nothing_to_check)
+    return intervals
 
 
 def _engine_names(text: str) -> list[str]:
@@ -140,6 +182,13 @@ def _engine_names(text: str) -> list[str]:
             f"expected engines of {', '.join(ENGINES)}, found {', '.join(unknown)}"
         )
     return names
+
+
+def _duration_s(text: str) -> float:
+    try:
+        return parse_duration_s(text, bare_unit="s")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _positive(text: str) -> int:

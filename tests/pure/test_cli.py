@@ -24,6 +24,7 @@ from elastic.storage.manifest import FileDigest
 from elastic.storage.run_file import RunFile, create_run_file
 
 NOW_S = 1_800_000_000.0
+SAVES = "every 41 s: stall 400 ms, MTBF 35 min from 3 failures in 1.8 h (prior 8 h)"
 
 
 class ARun:
@@ -119,11 +120,23 @@ def test_status_adds_up_what_happened(recovered: ARun) -> None:
     assert (status.generation, status.world_size, status.step, status.until) == (1, 2, 41, 60)
     assert (status.loss, status.tokens_per_s) == (3.25, 600.0)
     assert (status.checkpoint_step, status.checkpoint_age_s) == (30, 50)
+    assert status.save_interval is None
     assert (status.restarts, status.restarts_by_cause) == (1, {"worker_died": 1})
     assert (status.lost_steps, status.submissions, status.last_word_age_s) == (3, 1, 1)
     assert status.dashboard_url == "http://127.0.0.1:8265"
     assert [rank["pid"] for rank in status.ranks] == [900, 901]
     assert status.storage == str(recovered.root)
+
+
+def test_status_tells_the_newest_save_interval_and_why(run: ARun) -> None:
+    run.event("save_interval", 60, reason="every 2 min: ...", data={"seconds": 120.0})
+    run.event("save_interval", 50, reason=SAVES, data={"seconds": 41.0, "stall_s": 0.4})
+    assert run.status().save_interval == {"seconds": 41.0, "why": SAVES}
+    assert f"saves       {SAVES}\n" in ask("status", run.root).output
+    assert answer("status", run.root)["save_interval"]["seconds"] == 41.0
+    run.event("save_interval", 40, reason="every 20 steps: as asked for", data={"steps": 20})
+    told = {"steps": 20, "why": "every 20 steps: as asked for"}
+    assert run.status().save_interval == told
 
 
 def test_status_reads_well(recovered: ARun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +150,7 @@ def test_status_reads_well(recovered: ARun, monkeypatch: pytest.MonkeyPatch) -> 
         "step        41 of 60, 600 tokens/s",
         "loss        3.2500",
         "checkpoint  step 30, 50 s ago",
+        "saves       -",
         "restarts    1 (worker_died 1), 3 steps lost",
         f"storage     {recovered.root}",
         "dashboard   http://127.0.0.1:8265",
