@@ -52,6 +52,8 @@ class Rules:
     """Failures in a row, with no new checkpoint between them, before the run is given up. Lost
     nodes do not count: they say nothing about the run."""
     wait_for_capacity_s: float = 300.0
+    hold_s: float = 60.0
+    """For how long of it survivors that are too few keep their processes and places."""
     grow_interval_s: float = 60.0
     """A generation lives at least this long before it is ended in order to grow; twice as long for
     each growth before it that was soon lost again, so that a node that comes and goes causes few
@@ -71,7 +73,7 @@ class Rules:
             )
         if self.max_failures < -1:
             raise ValueError(f"max_failures is -1 or more; found {self.max_failures}")
-        for name in ("wait_for_capacity_s", "grow_interval_s", "gather_s", "leave_s"):
+        for name in ("wait_for_capacity_s", "hold_s", "grow_interval_s", "gather_s", "leave_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative; found {getattr(self, name)}")
 

@@ -112,7 +112,8 @@ def _look_or_wait(rules: Rules, now: Situation, event: Event, time_s: float) -> 
 def _wait(rules: Rules, now: Situation, event: CapacitySeen, time_s: float) -> Decision:
     reason = (
         f"{event.num_workers} of at least {rules.min_workers} workers can run now; "
-        f"{event.note}; waiting up to {rules.wait_for_capacity_s:g} s for more"
+        f"{event.note}; Ray's autoscaler is asked for {rules.max_workers}; waiting up to "
+        f"{rules.wait_for_capacity_s:g} s for more"
     )
     since_s = time_s if now.waiting_since_s is None else now.waiting_since_s
     told = now.phase is Phase.WAITING and now.reason == reason
@@ -709,7 +710,8 @@ def _died_holding(rules: Rules, now: Situation, event: Event, time_s: float) -> 
 
 def _hold_on(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     since_s = time_s if now.waiting_since_s is None else now.waiting_since_s
-    if time_s - since_s < rules.wait_for_capacity_s:
+    # What it holds could be of use to others; it goes on waiting without.
+    if time_s - since_s < min(rules.hold_s, rules.wait_for_capacity_s):
         return Decision(situation=now)
     return _let_go(now, f"{now.reason}; for {time_s - since_s:.0f} s in vain", time_s)
 

@@ -384,9 +384,16 @@ class TestWarm:
     def test_who_waits_in_vain_is_let_go(self):
         drive = Drive(WARM).running(2)
         drive(self.died(0, 1))
-        assert drive(e.Tick(), after_s=WARM.wait_for_capacity_s - 1.0) == []
+        assert drive(e.Tick(), after_s=WARM.hold_s - 1.0) == []
         assert drive(e.Tick(), after_s=2.0)[-1] == e.StopGroup(generation=0)
         assert drive(e.GroupStopped(generation=0)) == [e.LookForCapacity()]
+        # What was waited so far counts.
+        drive(e.CapacitySeen(num_workers=1))
+        assert drive.now.phase is Phase.WAITING and "asked for 4" in drive.now.reason
+        drive(e.Tick(), after_s=WARM.wait_for_capacity_s - WARM.hold_s - 2.0)
+        assert drive.now.phase is Phase.WAITING
+        drive(e.Tick(), after_s=2.0)
+        assert drive.now.phase is Phase.FAILED
 
     def test_when_the_last_one_that_waits_dies_all_start_anew(self):
         drive = Drive(WARM).running(2)
