@@ -13,7 +13,7 @@ from elastic.policy.budgets import Budgets, Failure
 from elastic.policy.causes import Cause
 from elastic.policy.fitting import Fitting
 from elastic.policy.situation import Phase, Rules
-from tests.pure.test_policy import Drive, draining
+from tests.pure.test_policy import Drive
 
 RULES = Rules(min_workers=2, max_workers=4, grow_interval_s=10.0, max_failures=-1)
 LOW = "Task was killed due to the node running low on memory.\nMemory on the node was 61 GB / 62 GB"
@@ -33,6 +33,10 @@ def die(drive: Drive, told: str = "", *, node_lost: bool = False, rank: int = 1)
     drive(e.WorkerDied(generation=generation, **gone))
     if drive.now.phase is Phase.STOPPING:
         drive(e.GroupStopped(generation=generation))
+
+
+def draining(rank: int) -> e.NodesDraining:
+    return e.NodesDraining(generation=0, world_ranks=frozenset({rank}), detail="node a")
 
 
 def decided(drive: Drive) -> list[dict[str, Any]]:
