@@ -16,7 +16,7 @@ from elastic.policy.situation import Phase, Rules
 from tests.pure.test_policy import Drive
 
 RULES = Rules(min_workers=2, max_workers=4, grow_interval_s=10.0, max_failures=-1)
-LOW = "Task was killed due to the node running low on memory.\nMemory on the node was 61 GB / 62 GB"
+LOW = "1 worker(s) were killed due to the node running low on memory.\nOOM kill reason: 61 of 62 GB"
 
 
 def fail(drive: Drive, name: str = "ValueError", text: str = "boom", **others: Any) -> None:

@@ -141,6 +141,15 @@ def test_a_death_on_a_node_that_drains_is_a_preemption_and_an_exception_there_is
     assert find([error(1, "ValueError", "boom")], [], draining={1}).cause is Cause.USER_EXCEPTION
 
 
+def test_an_exception_outranks_a_death_and_a_told_death_one_without_words():
+    """A rank that raises may take its process with it."""
+    killed, told = death(1), death(2, told="node running low on memory")
+    assert find([error(0, "ValueError", "boom")], [killed]).cause is Cause.USER_EXCEPTION
+    assert find([], [killed, told]).world_rank == 2
+    assert find([], [killed, told, death(3, node_lost=True)]).cause is Cause.NODE_LOST
+    assert find([], [death(3), death(4)]).world_rank == 3
+
+
 def test_a_rank_that_we_ended_hung():
     found = find([RESET], [death(1, hang="runs on at train.py:4")])
     assert (found.cause, found.evidence) == (Cause.HANG, "runs on at train.py:4")
