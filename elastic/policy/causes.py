@@ -138,8 +138,7 @@ _PEER_SIGNS = (
     ),
     _sign(
         Cause.NCCL_ERROR,
-        r"NET/\w+ ?: .*(error|status)",
-        r"NET/\w+ .*completed with error",
+        r"NET/\w+\b.*(with|got) (error|status)",
         r"ibv_\w+ failed",
         r"NCCL WARN .*(Mismatch|mismatch|unsupported|could not|invalid)",
         is_victim=True,
@@ -249,7 +248,14 @@ LINE_SIGNS = (
     *_PEER_SIGNS[1:4],
     # "Connection closed" alone is said by many a library in the middle of ordinary work.
     _sign(Cause.COMMUNICATION, r"ncclRemoteError", r"remote process exited", is_victim=True),
-    _PEER_SIGNS[-1],
+    # Warnings of NCCL are no errors.
+    _sign(
+        Cause.NCCL_ERROR,
+        r"NCCL error",
+        r"nccl(System|Internal)Error",
+        r"\[E\d* .*ProcessGroupNCCL",
+        is_victim=True,
+    ),
 )
 """What a rank may write before it dies without an exception that anybody catches."""
 

@@ -54,6 +54,20 @@ def test_rays_guesses_are_no_evidence():
     assert of_death(text) == Told(cause=Cause.WORKER_KILLED)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "node-1:4711:4712 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:10.0.3.7<0>",
+        "node-1:4711:4712 [0] misc/socket.cc:47 NCCL WARN socketProgress: interface eth1 is down",
+        "[W915 10:02:11.1 ProcessGroupNCCL.cpp:4115] using GPU 0 to perform barrier",
+        "retry 1: connection reset by peer",
+        "epoch 3, step 812: loss 2.31, memory 61.2 GB",
+    ],
+)
+def test_what_healthy_ranks_write_is_no_evidence(line: str):
+    assert of_death("", [line]) == Told(cause=Cause.WORKER_KILLED)
+
+
 RAISED = 'Traceback (most recent call last):\n  File "{}", line 4, in train\n    {}\n'
 
 
