@@ -97,8 +97,11 @@ class Situation:
     waiting_since_s: float | None = None
     step: int = -1
     committed_step: int = -1
+    heard_first: tuple[int, int] = (-1, -1)
+    """The newest generation that told its step, and the first one that it told: where it resumed,
+    or later."""
     stepped_generation: int = -1
-    """The newest generation that has finished a step."""
+    """The newest generation that has begun to make steps."""
     ceiling: int | None = None
     """Size that the next start must not exceed, after one that found its resources gone."""
     is_joining: bool = False

@@ -669,7 +669,7 @@ def _fail(
 def _as_failure(now: Situation, found: Finding, reason: str) -> Failure:
     """What makes a failure the same as another one. A rank that raised knows its step exactly."""
     has_stepped = now.stepped_generation == now.generation
-    step = now.step if has_stepped else now.committed_step
+    step = now.step if now.heard_first[0] == now.generation else now.committed_step
     if isinstance(found.source, RankError) and found.source.step >= 0:
         step = found.source.step
     text = without_numbers(found.evidence)
@@ -1106,8 +1106,18 @@ def _progressed(rules: Rules, now: Situation, event: Event, time_s: float) -> De
     begun_s = None if event.save_age_s is None else time_s - event.save_age_s
     # Not the highest ever: after a re-form the group is where it resumed.
     new = replace(now, step=event.step, pace=pace, save_begun_s=begun_s)
-    fitting = now.fitting.stepped(now.world_size)
-    return Decision(situation=replace(new, stepped_generation=now.generation, fitting=fitting))
+    return Decision(situation=_with_steps(new))
+
+
+def _with_steps(now: Situation) -> Situation:
+    """What a told step says of this generation. A step that raises is told as the others are, so
+    that a size is known to fit only when there was one before it."""
+    is_first = now.heard_first[0] != now.generation
+    now = replace(now, heard_first=(now.generation, now.step)) if is_first else now
+    num_steps = now.step - now.heard_first[1]
+    if num_steps > 0:
+        now = replace(now, stepped_generation=now.generation)
+    return replace(now, fitting=now.fitting.stepped(now.world_size)) if num_steps > 1 else now
 
 
 def _committed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:

@@ -24,7 +24,7 @@ def test_a_bug_that_comes_again_at_its_step_ends_the_run_with_a_report(
         made.fit()
     said = str(caught.value).splitlines()[0]
     assert said.startswith("rank 1 raised ValueError: bad sample")
-    assert "user_exception for the 2nd time after step 16" in said
+    assert "user_exception for the 2nd time after step 17" in said
     decided = [one for one in events(tmp_path) if one.kind == "failure_decided"]
     assert [one.data["cause"] for one in decided] == ["user_exception", "user_exception"]
     assert decided[0].data["evidence"].startswith("ValueError: bad sample")

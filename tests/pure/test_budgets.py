@@ -191,9 +191,7 @@ def test_it_is_not_the_same_after_something_has_changed(between: str):
 def test_kills_without_words_may_be_chance_and_take_one_more():
     drive = Drive(RULES)
     for num in range(3):
-        drive.running(3)
-        drive(e.Progressed(generation=drive.now.generation, step=17))
-        die(drive)
+        die(stepped(drive.running(3), 17))
         assert (drive.now.phase is Phase.FAILED) == (num == 2)
     assert "3rd time after step 17" in drive.now.reason and "dmesg" in drive.now.reason
 
@@ -303,9 +301,19 @@ def run_out(drive: Drive, step: int = 0) -> None:
     fail(drive, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", step=step)
 
 
-def stepped(drive: Drive) -> Drive:
-    drive(e.Progressed(generation=drive.now.generation, step=7))
+def stepped(drive: Drive, step: int = 7) -> Drive:
+    """With word of two steps, the last of which is this one."""
+    for told in (step - 2, step):
+        drive(e.Progressed(generation=drive.now.generation, step=told))
     return drive
+
+
+def test_a_step_that_raises_is_told_and_proves_nothing():
+    drive = Drive(dataclasses.replace(RULES, max_failures=0)).running(4)
+    for told in (7, 8):  # where it resumed, and the step in which it runs out
+        drive(e.Progressed(generation=0, step=told))
+    run_out(drive, step=8)
+    assert drive.now.fitting.infeasible == {4}
 
 
 def test_out_of_cuda_memory_after_a_loss_waits_for_the_size_that_fits():
@@ -334,8 +342,7 @@ def test_survivors_are_held_where_so_few_do_not_fit():
 
 def test_out_of_cuda_memory_after_growth_goes_back_to_the_old_size():
     drive = Drive(dataclasses.replace(RULES, max_failures=0))
-    fail_at = drive.running(3)
-    stepped(fail_at)
+    stepped(drive.running(3))
     drive(e.CapacitySeen(num_workers=4), after_s=10.0)
     drive(*[e.RankLeft(generation=0, world_rank=rank, step=8) for rank in range(3)])
     drive(e.GroupStopped(generation=0))

@@ -110,6 +110,8 @@ class Toy:
             if isinstance(command, e.StartGroup):
                 assert self.time_s >= self.failed_s + self.backoff_s
             self.todo.append(self.start(command))
+            if isinstance(self.todo[-1], e.GroupStarted):
+                self.todo.append(e.Progressed(generation=command.generation, step=self.step))
         elif isinstance(command, e.StopGroup):
             self.todo.append(e.GroupStopped(generation=command.generation))
         elif isinstance(command, e.LookForCapacity):
@@ -194,7 +196,8 @@ class Toy:
         generation = self.now.generation
         words = "" if cause is Cause.WORKER_KILLED else str(cause)
         # A rank that raises knows its step; for others it is the last that was heard of.
-        step = self.step if cause in ERRORS or self.has_stepped else max(-1, self.committed)
+        is_heard = cause in ERRORS or self.now.heard_first[0] == generation
+        step = self.step if is_heard else self.now.committed_step
         self.note(cause, step, words, is_counted)
         rank = self.rng.randrange(self.now.world_size)
         if cause in ERRORS:
