@@ -6,7 +6,9 @@ whatever the table says, so that no start waits for resources that are not there
 
 from __future__ import annotations
 
+import logging
 import socket
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +17,11 @@ from typing import Any
 from elastic.cluster.ray_internals import read_nodes
 from elastic.policy.plan import NodeCapacity, count_workers, describe, of_one_accelerator
 
+logger = logging.getLogger("elastic")
+
 _PROBE_TIMEOUT_S = 1.0
+_READ_TRIES = 5
+_READ_AGAIN_S = 0.4
 # The label that Ray gives to nodes with accelerators, and whose value a user may set.
 _ACCELERATOR = "ray.io/accelerator-type"
 
@@ -82,10 +88,23 @@ def answering_nodes(read: Callable[[], list[dict[str, Any]]] = read_nodes) -> se
 
 
 def node_answers(node_id: str, read: Callable[[], list[dict[str, Any]]] = read_nodes) -> bool:
-    """Whether the node is in Ray's table and its raylet takes connections."""
-    return any(
-        node["node_id"] == node_id and answers(node["address"], node["port"]) for node in read()
-    )
+    """Whether the node is in Ray's table and its raylet takes connections.
+
+    A table that cannot be read is asked for again; after some tries nothing is known against the
+    node. Blocks for up to two seconds more then.
+    """
+    for _ in range(_READ_TRIES):
+        try:
+            nodes = read()
+        except Exception as error:  # noqa: BLE001 - unknown is not dead
+            logger.warning("could not read Ray's node table: %s", error)
+            time.sleep(_READ_AGAIN_S)
+        else:
+            return any(
+                node["node_id"] == node_id and answers(node["address"], node["port"])
+                for node in nodes
+            )
+    return True
 
 
 def _answering(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:

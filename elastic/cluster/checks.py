@@ -98,6 +98,7 @@ def rules(scaling: ScalingConfig, failure: FailureConfig | None, config: Elastic
         max_workers=scaling.max_workers,
         max_failures=failure.max_failures,
         max_failures_without_progress=config.max_failures_without_progress,
+        max_failures_by_cause=dict(config.max_failures_by_cause),
         wait_for_capacity_s=config.wait_for_capacity_s,
         grow_interval_s=scaling.elastic_resize_monitor_interval_s,
         warm=config.recovery == "warm",

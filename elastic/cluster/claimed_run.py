@@ -8,8 +8,10 @@ import uuid
 
 from elastic.cluster import whereabouts
 from elastic.cluster.driver_config import DriverConfig
+from elastic.policy import budgets, fitting
 from elastic.policy.cadence import Cadence
 from elastic.policy.events import Record
+from elastic.policy.situation import Situation
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import claim
 from elastic.storage.filesystem import Filesystem
@@ -53,6 +55,19 @@ class ClaimedRun:
     def last_generation(self) -> int:
         """Of earlier lives; -1 when there was none."""
         return max((event.generation for event in self.past), default=-1)
+
+    def situation(self, time_s: float) -> Situation:
+        """Where the run stands, as earlier lives of the driver have recorded it.
+
+        `time_s` is monotonic. What failures have used up is counted on, unless the run has ended.
+        """
+        past = budgets.since_last_end(self.past)
+        return Situation(
+            generation=self.last_generation(),
+            since_s=time_s,
+            budgets=budgets.fold(past),
+            fitting=fitting.fold(past),
+        )
 
     def before_publishing(self) -> None:
         """The last thing before a commit, on the storage thread. Raises `LeaseLost`."""

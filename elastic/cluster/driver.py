@@ -88,7 +88,7 @@ class Driver:
     def _open(self) -> None:
         """Claim the run, and make all that writes to it. Nothing is written without the claim."""
         run = self._run = ClaimedRun(self._config)
-        self._situation = Situation(generation=run.last_generation(), since_s=time.monotonic())
+        self._situation = run.situation(time.monotonic())
         self._commits = Commits(
             run.catalog,
             self._config.keep,

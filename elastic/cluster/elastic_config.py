@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.policy.budgets import check_by_cause
 from elastic.policy.durations import parse_duration_s
 from elastic.policy.hangs import HangLimits
 from elastic.policy.saves import AUTO, SaveInterval
@@ -38,6 +39,10 @@ class ElasticConfig:
     mix_accelerators: bool = False
     """One generation may have workers on GPUs, or other accelerators, of several types."""
     max_failures_without_progress: int = 5
+    """Failures in a row with no new checkpoint in between; lost nodes and preemptions are none."""
+    max_failures_by_cause: Mapping[str, int] = field(default_factory=dict)
+    """Restarts granted for single causes, which are then counted alone: `{"nccl_error": 20}`.
+    -1 for no limit; exceptions and data over the whole submission, others until a checkpoint."""
     wait_for_capacity_s: float = 300.0
     stop_grace_s: float | None = None
     """Seconds from SIGTERM to the script until it is killed, for the save and all: None takes
@@ -67,6 +72,7 @@ class ElasticConfig:
             _ = self.mtbf_s
         except ValueError as error:
             raise ValueError(f"mtbf: {error}") from error
+        check_by_cause(self.max_failures_by_cause)
         if self.from_step is not None and self.from_step < 0:
             raise ValueError(f"from_step is the step of a checkpoint; found {self.from_step}")
         if self.from_step is not None and self.from_scratch:

@@ -49,6 +49,7 @@ _FREE_S = 0.5
 _DEATH_TOLD_S = 1.0
 _ENDED_S = 5.0
 _BURIED_S = 1.0
+_TOLD_CHARS = 4000
 
 
 class Group:
@@ -305,7 +306,7 @@ class Group:
             if _key(member) not in self._gone and (rank := self._rank_of(member)) is not None:
                 self._gone.add(_key(member))
                 detail = f"still in the kernel {_ENDED_S:g} s after SIGKILL"
-                await self._tell_death(self._generation, rank, member, detail, False)
+                await self._tell_death(self._generation, rank, member, detail, False, "")
 
     async def _bury(self, members: list[GroupMember]) -> None:
         """End what is left of these processes, their children above all."""
@@ -322,13 +323,14 @@ class Group:
 
     async def _watch(self, member: GroupMember, watch: Any) -> None:
         """Wait for the end of one worker's process, and say how it ended."""
+        told = ""
         try:
             await watch
             detail = "its process ended"
         except ActorUnavailableError as error:
             detail = await self._confirm(member, error)
         except Exception as error:  # noqa: BLE001 - Ray has many errors for a dead process
-            detail = first_line(error)
+            detail, told = first_line(error), str(error)[:_TOLD_CHARS]
         if _key(member) in self._gone:
             return
         self._gone.add(_key(member))
@@ -344,18 +346,19 @@ class Group:
         now = self._rank_of(member)
         if now is not None:  # a re-form that began meanwhile has counted on it
             generation, rank = self._generation, now
-        await self._tell_death(generation, rank, member, detail, node_lost)
+        await self._tell_death(generation, rank, member, detail, node_lost, told)
 
     async def _tell_death(
-        self, generation: int, rank: int, member: GroupMember, detail: str, node_lost: bool
+        self, generation: int, rank: int, member: GroupMember, detail: str, lost: bool, told: str
     ) -> None:
         self._post(
             WorkerDied(
                 generation=generation,
                 world_rank=rank,
-                node_lost=node_lost,
+                node_lost=lost,
                 detail=f"pid {member.pid} on node {member.node_id[:12]}: {detail}",
                 hang=self._hung.get(_key(member), ""),
+                told=told,
                 last_lines=await self._last_words.of(generation, rank),
             )
         )

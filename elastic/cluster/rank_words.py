@@ -164,6 +164,7 @@ class RankWords:
             traceback=data["traceback"],
             is_victim=data["is_victim"],
             last_lines=tuple(data["last_lines"]),
+            step=int(data["step"]),
         )
         self._post(RankFailed(generation=self._generation, error=error))
 

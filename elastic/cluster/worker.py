@@ -313,7 +313,7 @@ def _describe(error: BaseException, run: Run | None) -> dict[str, Any]:
         "type_name": type_name,
         "message": message[:20_000],
         "traceback": text[-20_000:],
-        "is_victim": is_victim(type_name, message),
+        "is_victim": is_victim(type_name, message, text),
         "step": -1 if run is None else run.step,
     }
 

@@ -23,6 +23,8 @@ class RankError:
     """The error only says that a peer went away: its cause lies with another rank."""
     last_lines: tuple[str, ...] = ()
     """What the rank wrote before it raised."""
+    step: int = -1
+    """The last step that the rank had finished; -1 where it was not told."""
 
 
 # --- events -------------------------------------------------------------------------------------
@@ -98,6 +100,8 @@ class WorkerDied(Event):
     """What the rank wrote last."""
     hang: str = ""
     """Why it was ended by us: it held up the group."""
+    told: str = ""
+    """All that Ray says of the death; `detail` is its gist."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from elastic.policy.budgets import Budgets, check_by_cause
 from elastic.policy.departure import Pace
 from elastic.policy.events import RankError, WorkerDied
+from elastic.policy.fitting import Fitting
 from elastic.policy.growth import PRIOR_COST_S
 
 
@@ -50,7 +53,13 @@ class Rules:
     """Restarts granted for exceptions of the user's function; -1 for no limit."""
     max_failures_without_progress: int = 5
     """Failures in a row, with no new checkpoint between them, before the run is given up. Lost
-    nodes do not count: they say nothing about the run."""
+    nodes and preemptions do not count: they say nothing about the run."""
+    max_failures_by_cause: Mapping[str, int] = field(default_factory=dict)
+    """Restarts granted for single classes of failure, which are then counted alone; -1 for no
+    limit."""
+    backoff_s: float = 1.0
+    """How long the start after the second failure in a row waits; each further one twice as long,
+    up to a minute. Survivors that re-form do not wait."""
     wait_for_capacity_s: float = 300.0
     hold_s: float = 60.0
     """For how long of it survivors that are too few keep their processes and places."""
@@ -73,7 +82,11 @@ class Rules:
             )
         if self.max_failures < -1:
             raise ValueError(f"max_failures is -1 or more; found {self.max_failures}")
-        for name in ("wait_for_capacity_s", "hold_s", "grow_interval_s", "gather_s", "leave_s"):
+        check_by_cause(self.max_failures_by_cause)
+        for name in (
+            *("wait_for_capacity_s", "hold_s", "grow_interval_s"),
+            *("gather_s", "leave_s", "backoff_s"),
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative; found {getattr(self, name)}")
 
@@ -89,7 +102,11 @@ class Situation:
     waiting_since_s: float | None = None
     step: int = -1
     committed_step: int = -1
-    committed_at_failure: int = -2
+    heard_first: tuple[int, int] = (-1, -1)
+    """The newest generation that told its step, and the first one that it told: where it resumed,
+    or later."""
+    stepped_generation: int = -1
+    """The newest generation that has begun to make steps."""
     ceiling: int | None = None
     """Size that the next start must not exceed, after one that found its resources gone."""
     is_joining: bool = False
@@ -139,5 +156,9 @@ class Situation:
     """The step at which somebody asked for a save, until one above it is committed."""
     reason: str = ""
     error: RankError | None = None
-    num_user_errors: int = 0
-    num_without_progress: int = 0
+    budgets: Budgets = field(default_factory=Budgets)
+    """What failures have used up."""
+    not_before_s: float = float("-inf")
+    """The next group is not started sooner."""
+    fitting: Fitting = field(default_factory=Fitting)
+    """At which sizes the model fits in its GPUs' memory."""

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elastic.policy import departure, growth
-from elastic.policy.cause import first_cause, headline
+from elastic.policy.budgets import ADVICE, FREE, Failure, as_recorded, without_numbers
+from elastic.policy.cause import Finding, find, first_cause, headline, of_start
+from elastic.policy.causes import Cause
 from elastic.policy.departure import Way
 from elastic.policy.events import (
     CapacitySeen,
@@ -70,6 +72,7 @@ class IllegalEvent(AssertionError):
 FINAL_ERRORS = ("StateMismatch", "NoSoundCheckpoint", "InvalidInput")
 
 _MOST_DOUBLINGS = 10
+_BACKING_OFF = "backing off for"
 # What is kept of the time until the run's processes are killed, to close the run and to exit.
 _EXIT_S = 0.7
 _ENDED_S = 0.5
@@ -85,6 +88,9 @@ def decide(rules: Rules, now: Situation, event: Event, time_s: float) -> Decisio
     """
     if event.generation not in (-1, now.generation):
         return Decision(situation=now)
+    bounds = now.fitting.bounds(rules.min_workers, rules.max_workers)
+    if bounds and bounds != (rules.min_workers, rules.max_workers):
+        rules = replace(rules, min_workers=bounds[0], max_workers=bounds[1])
     return TABLE[now.phase, type(event)](rules, now, event, time_s)
 
 
@@ -104,15 +110,30 @@ def _look_or_wait(rules: Rules, now: Situation, event: Event, time_s: float) -> 
     size = min(event.num_workers, rules.max_workers)
     if now.ceiling is not None:
         size = min(size, max(now.ceiling, rules.min_workers))
+    size = now.fitting.largest(size)
     if size < rules.min_workers:
         return _wait(rules, now, event, time_s)
+    if time_s < now.not_before_s:
+        return _back_off(now)
     return _start(now, size, event, time_s)
+
+
+def _back_off(now: Situation) -> Decision:
+    """There is room, but the last tries have failed one after the other."""
+    if now.phase is Phase.WAITING and now.reason.startswith(_BACKING_OFF):
+        return Decision(situation=now)
+    wait_s = now.not_before_s - now.since_s
+    reason = f"{_BACKING_OFF} {wait_s:g} s before the next try: {now.reason}"
+    record = Record(kind="waiting", generation=now.generation, reason=reason)
+    new = replace(now, phase=Phase.WAITING, reason=reason)
+    return Decision(situation=new, commands=(record,), reason=reason)
 
 
 def _wait(rules: Rules, now: Situation, event: CapacitySeen, time_s: float) -> Decision:
     reason = (
         f"{event.num_workers} of at least {rules.min_workers} workers can run now; "
-        f"{event.note}; Ray's autoscaler is asked for {rules.max_workers}; waiting up to "
+        f"{'; '.join(filter(None, (event.note, now.fitting.note)))}; "
+        f"Ray's autoscaler is asked for {rules.max_workers}; waiting up to "
         f"{rules.wait_for_capacity_s:g} s for more"
     )
     since_s = time_s if now.waiting_since_s is None else now.waiting_since_s
@@ -253,8 +274,17 @@ def _reform_failed(rules: Rules, now: Situation, event: Event, time_s: float) ->
 
 
 def _start_failed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
+    """Want of room, or a node lost meanwhile, is tried again; any other fault is counted."""
     assert isinstance(event, GroupStartFailed)
-    record = Record(kind="start_failed", generation=now.generation, reason=event.reason, data={})
+    told = of_start(event.reason)
+    failure = Failure(
+        cause=told.cause, step=-1, text=without_numbers(told.evidence), headline=event.reason
+    )
+    data: dict[str, object] = {}
+    if not event.is_capacity:
+        data = {"cause": told.cause, "evidence": told.evidence}
+        data["counted"] = as_recorded(failure, now.committed_step)
+    record = Record(kind="start_failed", generation=now.generation, reason=event.reason, data=data)
     if now.stop_reason:
         return _end(now, "stopped", now.stop_reason, time_s, before=(record,))
     since_s = time_s if now.waiting_since_s is None else now.waiting_since_s
@@ -268,30 +298,25 @@ def _start_failed(rules: Rules, now: Situation, event: Event, time_s: float) -> 
         ceiling=now.world_size - 1 if event.is_capacity else now.ceiling,
     )
     if not event.is_capacity:
-        new, gave_up = _count_failure(rules, new)
+        new, gave_up = _count(rules, new, failure, time_s)
         if gave_up:
             return _end(new, "failed", gave_up, time_s, before=(record,))
     return _or_give_up(rules, new, (record, LookForCapacity()), time_s)
 
 
-def _count_failure(rules: Rules, now: Situation) -> tuple[Situation, str]:
+def _count(rules: Rules, now: Situation, failure: Failure, time_s: float) -> tuple[Situation, str]:
     """The situation with one more failure, and why to give up, or an empty string."""
-    progressed = now.committed_step > now.committed_at_failure
-    num = 1 if progressed else now.num_without_progress + 1
-    new = replace(now, num_without_progress=num, committed_at_failure=max(now.committed_step, -1))
-    if num <= rules.max_failures_without_progress:
-        return new, ""
-    return new, (
-        f"{num} failures in a row without a new checkpoint since step {now.committed_step} "
-        f"(limit {rules.max_failures_without_progress}); the last: {now.reason}"
-    )
+    budgets = now.budgets.count(failure, now.committed_step)
+    wait_s = 0.0 if failure.cause in FREE else budgets.backoff_s(rules)
+    new = replace(now, budgets=budgets, not_before_s=time_s + wait_s)
+    return new, budgets.verdict(rules, failure)
 
 
 def _grow_or_not(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     assert isinstance(event, CapacitySeen)
     if now.draining:
         return _replace_leaving(rules, now, event, time_s)
-    size = min(event.num_workers, rules.max_workers)
+    size = now.fitting.largest(min(event.num_workers, rules.max_workers))
     since_s = max(now.since_s, now.tried_to_grow_s)
     is_soon = not now.owes_growth and time_s - since_s < _growth_wait_s(rules, now)
     if size <= now.world_size or is_soon or now.is_joining:
@@ -605,50 +630,100 @@ def _fail(
 
     `hang` tells of a group that stands still though no rank is at fault.
     """
-    cause = None if hang else first_cause(now.errors, now.deaths)
-    reason = hang or headline(cause, now.errors)
+    found = find(now.errors, now.deaths, now.draining)
+    if hang:
+        found = Finding(cause=Cause.HANG, evidence=hang)
+    reason = hang or headline(found.source, now.errors)
     new = replace(now, phase=Phase.STOPPING, since_s=time_s, reason=reason, then=Then.RESTART)
     new = replace(new, is_growing=False)
-    gave_up = ""
-    if isinstance(cause, RankError):
-        new = replace(new, error=cause, num_user_errors=now.num_user_errors + 1)
-        if cause.type_name in FINAL_ERRORS:
-            gave_up = f"{reason} (a restart cannot mend this)"
-        elif 0 <= rules.max_failures < new.num_user_errors:
-            gave_up = f"{reason} (restarts granted for exceptions: {rules.max_failures})"
-    if isinstance(cause, WorkerDied):
+    if isinstance(found.source, RankError):
+        new = replace(new, error=found.source)
+    if isinstance(found.source, WorkerDied):
         new = _judge_growth(rules, new, time_s)
-    if not (isinstance(cause, WorkerDied) and cause.node_lost):
-        new, stuck = _count_failure(rules, new)
-        gave_up = gave_up or stuck
+    if found.cause is Cause.CUDA_MEMORY and now.world_size not in now.fitting.tried:
+        return _rule_out(rules, new, found, before)
+    failure = _as_failure(now, found, reason)
+    new, gave_up = _count(rules, new, failure, time_s)
+    if isinstance(found.source, RankError) and found.source.type_name in FINAL_ERRORS:
+        gave_up = f"{reason} (a restart cannot mend this)"
     if now.stop_reason:
         new = replace(new, then=Then.STOP)
     if gave_up:
         new = replace(new, then=Then.FAIL, reason=gave_up)
     survivors = _num_alive(now)
-    warm = (
-        rules.warm and new.then is Then.RESTART and isinstance(cause, WorkerDied) and survivors > 0
-    )
-    record = Record(
-        kind="failure_decided",
-        generation=now.generation,
-        world_rank=-1 if cause is None else cause.world_rank,
-        step=now.step,
-        reason=new.reason,
-        data={
-            "cause": "hang" if hang else _cause_name(cause),
-            "then": str(new.then),
-            "cause_text": reason,
-            "recovery": "warm" if warm else "cold",
-            "world_size": now.world_size,
-        },
-    )
+    warm = rules.warm and new.then is Then.RESTART and survivors > 0
+    warm = warm and isinstance(found.source, WorkerDied)
+    counted = as_recorded(failure, now.committed_step)
+    record = _record_failure(now, new, found, reason, recovery="warm" if warm else "cold")
+    record = replace(record, data={**record.data, "counted": counted})
     if warm and survivors < rules.min_workers:
         return _hold(rules, new, time_s, before=(*before, record))
     if warm:
         return _reform(new, survivors, time_s, before=(*before, record))
     commands = (*before, record, StopGroup(generation=now.generation))
     return Decision(situation=new, commands=commands, reason=new.reason)
+
+
+def _as_failure(now: Situation, found: Finding, reason: str) -> Failure:
+    """What makes a failure the same as another one. A rank that raised knows its step exactly."""
+    has_stepped = now.stepped_generation == now.generation
+    step = now.step if now.heard_first[0] == now.generation else now.committed_step
+    if isinstance(found.source, RankError) and found.source.step >= 0:
+        step = found.source.step
+    text = without_numbers(found.evidence)
+    return Failure(
+        cause=found.cause, step=step, text=text, has_stepped=has_stepped, headline=reason
+    )
+
+
+def _rule_out(
+    rules: Rules, now: Situation, found: Finding, before: tuple[Command, ...]
+) -> Decision:
+    """Out of memory at a size that has made no step: it is not started again, and others are."""
+    size = now.world_size
+    fitting = now.fitting.without(size)
+    bounds = fitting.bounds(rules.min_workers, rules.max_workers)
+    left = (
+        f"{bounds[0]} to {bounds[1]} workers are left to try"
+        if bounds
+        else (
+            f"no size from {rules.min_workers} to {rules.max_workers} workers is left. "
+            f"{ADVICE[Cause.CUDA_MEMORY]}"
+        )
+    )
+    reason = f"{now.reason}; {size} workers have made no step yet and are ruled out: {left}"
+    then = Then.STOP if now.stop_reason else Then.RESTART if bounds else Then.FAIL
+    new = replace(now, fitting=fitting, then=then, reason=reason)
+    ruled_out = Record(
+        kind="size_infeasible",
+        generation=now.generation,
+        step=now.step,
+        reason=reason,
+        data={"ran_out": sorted(fitting.ran_out), "tried": sorted(fitting.tried)},
+    )
+    record = _record_failure(now, new, found, now.reason, recovery="cold")
+    commands = (*before, record, ruled_out, StopGroup(generation=now.generation))
+    return Decision(situation=new, commands=commands, reason=reason)
+
+
+def _record_failure(
+    now: Situation, new: Situation, found: Finding, reason: str, recovery: str
+) -> Record:
+    return Record(
+        kind="failure_decided",
+        generation=now.generation,
+        world_rank=found.world_rank,
+        step=now.step,
+        reason=new.reason,
+        data={
+            "cause": found.cause,
+            "evidence": found.evidence,
+            "then": str(new.then),
+            "cause_text": reason,
+            "recovery": recovery,
+            "world_size": now.world_size,
+        },
+    )
 
 
 def _num_alive(now: Situation) -> int:
@@ -740,7 +815,9 @@ def _stop_holding(rules: Rules, now: Situation, event: Event, time_s: float) -> 
 
 
 def _reform(now: Situation, size: int, time_s: float, before: tuple[Command, ...]) -> Decision:
-    """A new generation of the processes that are alive."""
+    """A new generation of the processes that are alive, unless so many are known not to fit."""
+    if now.fitting.largest(size) != size:
+        return _let_go(now, f"{now.reason}; {now.fitting.note}", time_s, before)
     generation = now.generation + 1
     new = replace(
         now,
@@ -780,16 +857,6 @@ def _reform(now: Situation, size: int, time_s: float, before: tuple[Command, ...
     return Decision(situation=new, commands=commands, reason=now.reason)
 
 
-def _cause_name(cause: RankError | WorkerDied | None) -> str:
-    if cause is None:
-        return "communication"
-    if isinstance(cause, RankError):
-        return "user_exception"
-    if cause.hang:
-        return "hang"
-    return "node_lost" if cause.node_lost else "worker_died"
-
-
 def _unrecoverable(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     assert isinstance(event, Unrecoverable)
     new = replace(
@@ -800,7 +867,8 @@ def _unrecoverable(rules: Rules, now: Situation, event: Event, time_s: float) ->
         generation=now.generation,
         reason=event.reason,
         data={
-            "cause": "storage",
+            "cause": Cause.STORAGE,
+            "evidence": event.reason,
             "then": "fail",
             "cause_text": event.reason,
             "world_size": now.world_size,
@@ -1039,7 +1107,19 @@ def _progressed(rules: Rules, now: Situation, event: Event, time_s: float) -> De
     pace = now.pace if event.step_s is None else now.pace.stepped(event.step_s)
     begun_s = None if event.save_age_s is None else time_s - event.save_age_s
     # Not the highest ever: after a re-form the group is where it resumed.
-    return Decision(situation=replace(now, step=event.step, pace=pace, save_begun_s=begun_s))
+    new = replace(now, step=event.step, pace=pace, save_begun_s=begun_s)
+    return Decision(situation=_with_steps(new))
+
+
+def _with_steps(now: Situation) -> Situation:
+    """What a told step says of this generation. A step that raises is told as the others are, so
+    that a size is known to fit only when there was one before it."""
+    is_first = now.heard_first[0] != now.generation
+    now = replace(now, heard_first=(now.generation, now.step)) if is_first else now
+    num_steps = now.step - now.heard_first[1]
+    if num_steps > 0:
+        now = replace(now, stepped_generation=now.generation)
+    return replace(now, fitting=now.fitting.stepped(now.world_size)) if num_steps > 1 else now
 
 
 def _committed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:

@@ -61,6 +61,20 @@ def boom_beside_a_collective(run: elastic.Run) -> None:
             dist.all_reduce(torch.ones(1))
 
 
+def boom_at_a_step(run: elastic.Run) -> None:
+    """Rank 1 raises at the same step each time."""
+    for step in steps(run):
+        if step.number == run.config["step"] and run.world_rank == 1:
+            raise ValueError(f"bad sample {os.getpid()}")
+
+
+def too_large_for(run: elastic.Run) -> None:
+    """Rank 0 runs out of CUDA memory in the first step at this size, as if it had a GPU."""
+    for _ in steps(run, 30):
+        if run.world_size == run.config["size"] and run.world_rank == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
 def boom_told_late(run: elastic.Run) -> None:
     """Rank 2 is at fault; its peers see its connection go a second before its own word comes."""
     for step in steps(run):

@@ -13,6 +13,8 @@ from elastic.cluster import whereabouts
 from elastic.cluster.claimed_run import ClaimedRun
 from elastic.cluster.driver import Driver
 from elastic.cluster.driver_config import DriverConfig
+from elastic.policy.budgets import Budgets, Failure, as_recorded
+from elastic.policy.causes import Cause
 from elastic.policy.retention import Retention
 from elastic.policy.situation import Rules
 from elastic.storage import lease
@@ -44,6 +46,23 @@ def config(run: ARun, **more: Any) -> DriverConfig:
         resources_per_worker={"CPU": 1.0},
         **more,
     )
+
+
+def test_what_failures_have_used_up_survives_the_driver_until_the_run_has_ended(run: ARun) -> None:
+    failure = Failure(cause=Cause.DATA, step=30, text="sample # is broken")
+    told = {"cause": "data", "then": "restart", "counted": as_recorded(failure, 30)}
+    run.event("failure_decided", 60, generation=4, data=told)
+    run.event("size_infeasible", 61, generation=5, data={"ran_out": [2], "tried": [3]})
+    claimed = ClaimedRun(config(run))
+    found = claimed.situation(7.0)
+    claimed.close()
+    assert found.generation == 5 and found.since_s == 7.0
+    assert found.budgets == Budgets().count(failure, 30)
+    assert found.fitting.infeasible == {1, 2}
+    run.event("run_failed", 62)
+    again = ClaimedRun(config(run))
+    assert again.situation(8.0).budgets == Budgets()
+    again.close()
 
 
 def test_a_submission_from_a_step_goes_back_first(run: ARun) -> None:

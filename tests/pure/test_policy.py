@@ -69,7 +69,8 @@ class Drive:
         return new
 
     def running(self, size: int = 3) -> Drive:
-        self(e.CapacitySeen(num_workers=size))
+        wait_s = max(0.0, self.now.not_before_s - self.time_s)
+        self(e.CapacitySeen(num_workers=size), after_s=wait_s)
         self(e.GroupStarted(generation=self.now.generation, world_size=size))
         assert self.now.phase is Phase.RUNNING
         return self
