@@ -16,6 +16,7 @@ from elastic.dashboard.report import events_text, status_text
 from elastic.dashboard.status import read_status
 from elastic.dashboard.text import to_json
 from elastic.storage.ledger import read_ledger
+from elastic.verbs import node_allow
 from elastic.verbs.checkpoints import checkpoints
 from elastic.verbs.export import export
 from elastic.verbs.logs import logs
@@ -80,6 +81,12 @@ def events(
     click.echo(text)
 
 
+@main.group(short_help="The nodes that a run may use, or may not.")
+def node() -> None:
+    """The nodes that a run may use, or may not."""
+
+
+node_allow.add_to(node)
 main.add_command(checkpoints)
 main.add_command(export)
 main.add_command(logs)

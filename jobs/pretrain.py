@@ -234,6 +234,7 @@ def _train(
                 load_from=arguments.load_from,
                 trust_foreign=arguments.trust_foreign,
                 hangs=hang_limits(arguments),
+                node_strikes=arguments.node_strikes,
             ),
         )
     except (ValueError, TypeError) as error:

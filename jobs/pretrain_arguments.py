@@ -60,15 +60,27 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument(
         "--trust-foreign", action="store_true", help="whoever can write to --load-from is trusted"
     )
+    _add_suspicions(found)
+    found.add_argument("--json", metavar="PATH", help="write the summary here")
+    found.add_argument("--quiet", action="store_true", help="no progress lines")
+    return found
+
+
+def _add_suspicions(found: argparse.ArgumentParser) -> None:
+    """Flags for what ranks and nodes are taken to have, though they do not say so."""
     found.add_argument(
         "--hang-limit",
         default="5min",
         metavar="DURATION",
         help="a step that takes longer is a hang, unless others were as slow; none: never",
     )
-    found.add_argument("--json", metavar="PATH", help="write the summary here")
-    found.add_argument("--quiet", action="store_true", help="no progress lines")
-    return found
+    found.add_argument(
+        "--node-strikes",
+        type=int,
+        default=3,
+        metavar="N",
+        help="failures within an hour after which a node is kept out; 0: never (default 3)",
+    )
 
 
 def _add_saving(found: argparse.ArgumentParser) -> None:
@@ -121,6 +133,8 @@ def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[in
 
     num_workers = parse_workers(arguments.num_workers)
     smallest = num_workers if isinstance(num_workers, int) else num_workers[0]
+    if arguments.node_strikes < 0:
+        raise InvalidInput(f"--node-strikes must be at least 0; found {arguments.node_strikes}")
     for name in ("steps", "global_batch", "micro_batch", "sequence_length", "warmup_steps"):
         if getattr(arguments, name) < 1:
             flag = "--" + name.replace("_", "-")

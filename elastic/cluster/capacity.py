@@ -9,13 +9,19 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from elastic.cluster.ray_internals import read_nodes
-from elastic.policy.plan import NodeCapacity, count_workers, describe, of_one_accelerator
+from elastic.policy.plan import (
+    NodeCapacity,
+    could_ever_fit,
+    count_workers,
+    describe,
+    of_one_accelerator,
+)
 
 logger = logging.getLogger("elastic")
 
@@ -24,6 +30,8 @@ _READ_TRIES = 5
 _READ_AGAIN_S = 0.4
 # The label that Ray gives to nodes with accelerators, and whose value a user may set.
 _ACCELERATOR = "ray.io/accelerator-type"
+# The label that Ray gives to every node.
+NODE_ID = "ray.io/node-id"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +42,8 @@ class Capacity:
     note: str
     selector: Mapping[str, str]
     """Labels of the nodes they fit on."""
+    nodes: frozenset[str] = frozenset()
+    """Ids of all nodes that could run a worker, those kept out among them."""
 
 
 def look(
@@ -43,16 +53,18 @@ def look(
     read: Callable[[], list[dict[str, Any]]] = read_nodes,
     *,
     mix_accelerators: bool = False,
+    kept_out: Mapping[str, str] | None = None,
 ) -> Capacity:
     """Count the workers that fit on the nodes which answer now.
 
     `held` gives this run's own workers by node id; what they use counts as free. `selector` keeps
     nodes whose labels equal it. Only nodes of one accelerator type count, unless they may be mixed.
-    Blocks for up to a second if a node does not answer.
+    `kept_out` are nodes that count for nothing, with the reasons, by node id. Blocks for up to a
+    second if a node does not answer.
     """
     nodes = [node for node in read() if _matches(node["labels"], selector)]
     alive = _answering(nodes)
-    found = [
+    every = [
         NodeCapacity(
             node_id=node["node_id"],
             available=node["available"],
@@ -62,7 +74,11 @@ def look(
         )
         for node in alive
     ]
+    out = kept_out or {}
+    found = [node for node in every if node.node_id not in out]
     wanted = dict(selector or {})
+    if out:
+        wanted[NODE_ID] = without(wanted.get(NODE_ID), out)
     alike = found if mix_accelerators else of_one_accelerator(found, per_worker)
     note = describe(alike, per_worker)
     if len(alike) < len(found):
@@ -70,7 +86,26 @@ def look(
         others = sorted({node.accelerator or "none" for node in found} - {kind or "none"})
         note += f"; left out, of another accelerator than {kind or 'none'}: {', '.join(others)}"
         wanted[_ACCELERATOR] = kind or f"!in({','.join(others)})"
-    return Capacity(num_workers=count_workers(alike, per_worker), note=note, selector=wanted)
+    if named := [out[node.node_id] for node in every if node.node_id in out]:
+        note += f"; kept out: {'; '.join(named)}"
+    return Capacity(
+        num_workers=count_workers(alike, per_worker),
+        note=note,
+        selector=wanted,
+        nodes=frozenset(node.node_id for node in every if could_ever_fit(node, per_worker)),
+    )
+
+
+def without(rule: str | None, node_ids: Iterable[str]) -> str:
+    """The rule for the label `NODE_ID` that keeps these nodes out, and all that `rule` does."""
+    out = set(node_ids)
+    if rule is None:
+        return f"!in({','.join(sorted(out))})"
+    is_negated, named = _parse(rule)
+    if is_negated:
+        return f"!in({','.join(sorted(out | named))})"
+    # Of nodes that were named and are all out none fits, and so nothing will start on them.
+    return f"in({','.join(sorted(named - out or named))})"
 
 
 def answers(address: str, port: int, timeout_s: float = _PROBE_TIMEOUT_S) -> bool:
@@ -121,10 +156,13 @@ def _matches(labels: Mapping[str, str], selector: Mapping[str, str] | None) -> b
 
 def _label_fits(value: str | None, rule: str) -> bool:
     """Ray's label selectors: `a`, `!a`, `in(a,b)`, `!in(a,b)`."""
-    negated = rule.startswith("!")
+    is_negated, wanted = _parse(rule)
+    return (value in wanted) != is_negated
+
+
+def _parse(rule: str) -> tuple[bool, set[str]]:
+    """Whether it names the values that do not fit, and the values that it names."""
     text = rule.removeprefix("!")
     if text.startswith("in(") and text.endswith(")"):
-        wanted = {part.strip() for part in text[3:-1].split(",")}
-    else:
-        wanted = {text}
-    return (value in wanted) != negated
+        return rule != text, {part.strip() for part in text[3:-1].split(",")}
+    return rule != text, {text}

@@ -22,6 +22,7 @@ from elastic.cluster.drains import Drains
 from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.group import Group
 from elastic.cluster.inbox import Inbox
+from elastic.cluster.kept_out import KeptOutNodes
 from elastic.cluster.last_words import LastWords
 from elastic.cluster.lookout import Lookout
 from elastic.cluster.rank_words import NO_WORD, RankWords
@@ -95,12 +96,14 @@ class Driver:
             tell=self._told_of_save,
             before_publishing=run.before_publishing,
         )
+        self._kept_out = KeptOutNodes(self._config, run.past, record=self._record, post=self._post)
         self._group = Group(
             self._host,
             post=self._post,
             spawn=self._spawn,
             run_id=run.run_id,
             last_words=LastWords(run.filesystem),
+            usable_nodes=self._kept_out.answering,
         )
         self._standstill = Standstill(
             self._config.hangs, group=self._group, filesystem=run.filesystem, post=self._post
@@ -110,6 +113,7 @@ class Driver:
             self._config,
             self._host,
             self._group,
+            self._kept_out,
             post=self._post,
             world_size=lambda: self._situation.world_size,
         )
@@ -128,6 +132,7 @@ class Driver:
             run.epoch,
             in_order=self._commits.in_order,
             post=self._post,
+            allow=self._kept_out.allow,
             record=self._record,
             where=lambda: (self._situation.generation, self._situation.step),
         )
@@ -295,6 +300,7 @@ class Driver:
             world_size = record.data.get("world_size", self._situation.world_size)
             self._recovery.failed(record.reason, int(str(world_size)))
         self._run.record(record)
+        self._kept_out.heard(record)
 
     def _rounds(self) -> Rounds:
         rounds = Rounds(lambda: self._situation)
@@ -306,6 +312,7 @@ class Driver:
             applies=lambda now: now.phase in (Phase.RUNNING, Phase.LEAVING),
         )
         rounds.add(lambda: self._spawn(self._inbox.look()), every_s=_LOOK_S)
+        rounds.add(lambda: self._kept_out.look(self._situation, self._group.members))
         rounds.add(self._look_for_capacity, every_s=_LOOK_S, applies=self._wants_more)
         rounds.add(
             lambda: self._standstill.look(self._situation.generation),

@@ -8,6 +8,7 @@ from elastic.policy.hangs import HangLimits
 from elastic.policy.retention import Retention
 from elastic.policy.saves import SaveInterval
 from elastic.policy.situation import Rules
+from elastic.policy.strikes import StrikeRules
 from elastic.storage.claim import RunSpec
 
 
@@ -27,6 +28,7 @@ class DriverConfig:
     mix_accelerators: bool = False
     hangs: HangLimits | None = None
     """None: nothing is taken for a hang."""
+    strikes: StrikeRules = StrikeRules()
     from_scratch: bool = False
     """Checkpoints of an earlier history may be left alone, and the run start at step 0."""
     from_step: int | None = None

@@ -11,6 +11,7 @@ from elastic.policy.budgets import check_by_cause
 from elastic.policy.durations import parse_duration_s
 from elastic.policy.hangs import HangLimits
 from elastic.policy.saves import AUTO, SaveInterval
+from elastic.policy.strikes import StrikeRules
 from elastic.training.foreign import check_trust
 
 _BELOW = 0.9
@@ -49,6 +50,10 @@ class ElasticConfig:
     RAY_JOB_STOP_WAIT_TIME_S from the environment, or 3, as `ray job stop` does."""
     hangs: HangLimits | None = HangLimits()
     """How long a rank may stay in one phase before it is taken to hang; None: for ever."""
+    node_strikes: int = 3
+    """Failures put down to one node before it is kept out; 0: none ever is."""
+    node_strikes_expire_s: float = 3600.0
+    """Strikes count for so long, and a node that is kept out is let back in after it."""
     collective_timeout_s: float = 3600.0
     from_scratch: bool = False
     """Start at step 0 although the run has committed checkpoints that cannot be found."""
@@ -73,6 +78,7 @@ class ElasticConfig:
         except ValueError as error:
             raise ValueError(f"mtbf: {error}") from error
         check_by_cause(self.max_failures_by_cause)
+        StrikeRules(limit=self.node_strikes, expire_s=self.node_strikes_expire_s)
         if self.from_step is not None and self.from_step < 0:
             raise ValueError(f"from_step is the step of a checkpoint; found {self.from_step}")
         if self.from_step is not None and self.from_scratch:
@@ -93,6 +99,11 @@ class ElasticConfig:
     def mtbf_s(self) -> float | None:
         """`mtbf` in seconds."""
         return None if self.mtbf is None else parse_duration_s(str(self.mtbf), bare_unit="s")
+
+    @property
+    def strikes(self) -> StrikeRules:
+        """When a node is kept out, and for how long."""
+        return StrikeRules(limit=self.node_strikes, expire_s=self.node_strikes_expire_s)
 
     @property
     def capped_hangs(self) -> HangLimits | None:

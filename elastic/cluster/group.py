@@ -63,9 +63,11 @@ class Group:
         spawn: Callable[[Awaitable[None]], None],
         run_id: str,
         last_words: LastWords,
+        usable_nodes: Callable[[], set[str]] = capacity.answering_nodes,
     ) -> None:
         self._run_id = run_id
         self._last_words = last_words
+        self._usable_nodes = usable_nodes
         self._host = host
         self._post = post
         self._spawn = spawn
@@ -212,7 +214,7 @@ class Group:
         self._post(JoinersReady(num=len(joiners), took_s=took_s))
 
     def _start_joiners(self, num: int) -> list[tuple[GroupMember, Any]]:
-        return self._host.start_joiners(num, capacity.answering_nodes(), worker.warm_up)
+        return self._host.start_joiners(num, self._usable_nodes(), worker.warm_up)
 
     def _post_reform_failed(self, generation: int, reason: str) -> None:
         if generation == self._generation:
@@ -356,6 +358,8 @@ class Group:
                 generation=generation,
                 world_rank=rank,
                 node_lost=lost,
+                node_id=member.node_id,
+                node_ip=member.node_ip,
                 detail=f"pid {member.pid} on node {member.node_id[:12]}: {detail}",
                 hang=self._hung.get(_key(member), ""),
                 told=told,

@@ -20,8 +20,9 @@ logger = logging.getLogger("elastic")
 class Inbox:
     """The requests of one life of the driver, the holder of the lease `epoch`.
 
-    `in_order` does storage work off the event loop, `post` takes events, `where` gives generation
-    and step for the ledger. Use from the event loop only.
+    `in_order` does storage work off the event loop, `post` takes events, `allow` the id of a node
+    that is let back in and the reason, `where` gives generation and step for the ledger. Use from
+    the event loop only.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Inbox:
         *,
         in_order: Callable[[Callable[[], Any]], Awaitable[Any]],
         post: Callable[[Event], None],
+        allow: Callable[[str, str], None],
         record: Callable[[Record], None],
         where: Callable[[], tuple[int, int]],
     ) -> None:
@@ -38,6 +40,7 @@ class Inbox:
         self._epoch = epoch
         self._in_order = in_order
         self._post = post
+        self._allow = allow
         self._record = record
         self._where = where
         self._handled: set[str] = set()
@@ -83,7 +86,11 @@ class Inbox:
                 data={"id": request.id, "request": request.kind},
             )
         )
-        if not flaw:
+        if flaw:
+            return
+        if request.kind == requests.ALLOW:
+            self._allow(request.node, what)
+        else:
             make = StopRequested if request.kind == requests.STOP else SaveRequested
             self._post(make(reason=what))
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from elastic.cluster import capacity
 from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.group import Group
+from elastic.cluster.kept_out import KeptOutNodes
 from elastic.cluster.ray_internals import Controller
 from elastic.policy.events import CapacitySeen, Event
 
@@ -24,6 +25,7 @@ class Lookout:
         config: DriverConfig,
         host: Controller,
         group: Group,
+        kept_out: KeptOutNodes,
         *,
         post: Callable[[Event], None],
         world_size: Callable[[], int],
@@ -31,6 +33,7 @@ class Lookout:
         self._config = config
         self._host = host
         self._group = group
+        self._kept_out = kept_out
         self._post = post
         self._world_size = world_size
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-look")
@@ -38,6 +41,7 @@ class Lookout:
 
     async def look(self) -> None:
         """Post `CapacitySeen`, and tell Ray's autoscaler what the run would take."""
+        self._kept_out.settle()
         self.is_looking = True
         try:
             found = await asyncio.get_running_loop().run_in_executor(
@@ -47,8 +51,10 @@ class Lookout:
                     self._group.held(),
                     self._config.label_selector,
                     mix_accelerators=self._config.mix_accelerators,
+                    kept_out=self._kept_out.told,
                 ),
             )
+            self._kept_out.saw(found.nodes)
             self._host.place_on(found.selector)
             event = CapacitySeen(num_workers=found.num_workers, note=found.note)
             await self._group.on_thread(self._host.ask_for_resources)

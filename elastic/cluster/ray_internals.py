@@ -223,11 +223,13 @@ class _Group(WorkerGroup):
         context = self._worker_group_context
         places = self._free_places(alive_nodes)[:num]
         missing = num - len(places)
+        # Not the context's, which is that of the group's start.
+        selector = self._train_run_context.scaling_config.label_selector
         if missing > 0:
             extra = placement_group(
                 [context.resources_per_worker] * missing,
                 strategy=context.placement_strategy,
-                bundle_label_selector=(context.label_selector or [])[:1] * missing or None,
+                bundle_label_selector=[dict(selector)] * missing if selector else None,
             )
             if extra.wait(self.place_timeout_s):
                 self._extra_groups.append(extra)
@@ -359,6 +361,10 @@ class Controller(TrainController):
 
     def place_on(self, selector: Mapping[str, str]) -> None:
         """Groups that start from now on go to nodes with these labels."""
+        # What the autoscaler is asked for: a node that is kept out must not pass for one of these.
+        asked = self._scaling_policy.scaling_config
+        keys = {ray._raylet.RAY_NODE_ID_KEY, *(asked.label_selector or {})}
+        asked.label_selector = {k: v for k, v in selector.items() if k in keys} or None
         self._train_run_context.scaling_config.label_selector = dict(selector) or None
 
     def start_group(self, num_workers: int) -> list[GroupMember]:

@@ -141,6 +141,7 @@ class ElasticTrainer(TorchTrainer):
                 label_selector=checks.one_selector(self.scaling_config),
                 mix_accelerators=self.elastic_config.mix_accelerators,
                 hangs=self.elastic_config.capped_hangs,
+                strikes=self.elastic_config.strikes,
                 from_scratch=self.elastic_config.from_scratch,
                 from_step=self.elastic_config.from_step,
             ),

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 
+from elastic.dashboard.kept_out import kept_out_text
 from elastic.dashboard.last_lines import LastLines, last_lines_told, quoted
 from elastic.dashboard.status import RunStatus
 from elastic.dashboard.text import age, plain, size, table
@@ -34,6 +35,8 @@ def status_text(status: RunStatus) -> str:
         "last word": f"{age(status.last_word_age_s)} ago",
     }
     lines = [f"{name:<12}{plain(fact)}" for name, fact in facts.items()]
+    out = kept_out_text(status.kept_out, status.storage)
+    lines += [f"{'kept out':<12}{plain(line)}" for line in out]
     return "\n".join(lines + _last_lines(status.last_lines))
 
 

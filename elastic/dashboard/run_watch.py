@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from elastic.dashboard.status import TERMINAL, state_of
+from elastic.dashboard.status import TERMINAL, last_word_s, state_of
 from elastic.storage import lease
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
@@ -34,8 +34,8 @@ class RunWatch:
         if held is not None and not self._stands_still(epoch, held.beats):
             return None
         events = read_ledger(self._fs)
-        last_s = events[-1].time_s if events else 0.0
-        state, reason = state_of(events, silent_s=max(0.0, time.time() - last_s))
+        silent_s = max(0.0, time.time() - last_word_s(events, 0.0))
+        state, reason = state_of(events, silent_s=silent_s)
         if state in TERMINAL or state == "UNKNOWN":
             return state, reason
         return None if held is None else ("UNKNOWN", f"its driver is gone; the last was {state}")

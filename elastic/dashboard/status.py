@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastic.dashboard.kept_out import KeptOutNode, nodes_kept_out
 from elastic.dashboard.last_lines import LastLines, last_lines_of_failure
 from elastic.dashboard.text import age
 from elastic.storage.checkpoints import Catalog, Checkpoint
@@ -86,6 +87,8 @@ class RunStatus:
     last_word_age_s: float
     storage: str
     dashboard_url: str | None
+    kept_out: list[KeptOutNode]
+    """Nodes on which nothing of this run starts, since it has failed there too often."""
     last_lines: LastLines | None
     """Of the rank that caused the newest failure, until the run goes on after it."""
 
@@ -109,7 +112,7 @@ def summarise(
     now_s: float,
 ) -> RunStatus:
     """The status that these facts add up to. `events` are in ledger order."""
-    silent_s = max(0.0, now_s - (events[-1].time_s if events else run_file.created_s))
+    silent_s = max(0.0, now_s - last_word_s(events, run_file.created_s))
     state, reason = state_of(events, silent_s=silent_s)
     restarts = restarts_by_cause(events)
     progress = _last_data(events, "progress")
@@ -138,8 +141,20 @@ def summarise(
         last_word_age_s=silent_s,
         storage=storage,
         dashboard_url=_text(_last_data(events, "run_started").get("dashboard_url")) or None,
+        kept_out=nodes_kept_out(events, now_s),
         last_lines=last_lines_of_failure(events),
     )
+
+
+def last_word_s(events: Sequence[LedgerEvent], created_s: float) -> float:
+    """When a driver has spoken last, in wall time; `created_s` where none has.
+
+    What people write down while nobody is at the run is no word of a driver: it does not make one
+    that was killed look alive.
+    """
+    lives = {event.life for event in events if event.kind == "run_started"}
+    spoken = [event for event in events if event.life in lives] or events
+    return spoken[-1].time_s if spoken else created_s
 
 
 def state_of(events: Sequence[LedgerEvent], *, silent_s: float) -> tuple[str, str]:

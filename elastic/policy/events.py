@@ -96,6 +96,8 @@ class WorkerDied(Event):
     world_rank: int
     node_lost: bool
     detail: str
+    node_id: str = ""
+    node_ip: str = ""
     last_lines: tuple[str, ...] = ()
     """What the rank wrote last."""
     hang: str = ""

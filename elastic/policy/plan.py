@@ -39,6 +39,11 @@ def workers_on(node: NodeCapacity, per_worker: Mapping[str, float]) -> int:
     return min(node.num_held + _fit(node.available, needs), _fit(node.total, needs))
 
 
+def could_ever_fit(node: NodeCapacity, per_worker: Mapping[str, float]) -> bool:
+    """Whether one worker would fit on the node if nothing else were there."""
+    return _fit(node.total, {name: amount for name, amount in per_worker.items() if amount > 0}) > 0
+
+
 def _fit(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:
     return max(
         0,

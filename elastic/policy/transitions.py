@@ -525,7 +525,12 @@ def record_death(now: Situation, event: WorkerDied) -> Record:
         world_rank=event.world_rank,
         step=now.step,
         reason=event.detail,
-        data={"last_lines": list(event.last_lines), **({"hang": event.hang} if event.hang else {})},
+        data={
+            "last_lines": list(event.last_lines),
+            "node_id": event.node_id,
+            "node_ip": event.node_ip,
+            **({"hang": event.hang} if event.hang else {}),
+        },
     )
 
 

@@ -18,7 +18,9 @@ from elastic.storage.format import UnsupportedFormat, check_format
 FORMAT_VERSION = 1
 STOP = "stop"
 SAVE = "save"
+ALLOW = "allow"
 
+_KINDS = (STOP, SAVE, ALLOW)
 _DIR = "requests"
 _NAME = re.compile(r"([0-9a-f]{32})\.json")
 
@@ -35,13 +37,19 @@ class Request:
     """Wall time of the asker."""
     epoch: int
     """The lease of the driver that is asked; -1 where the file does not tell."""
+    node: str = ""
+    """The id of the node that is to be let back in."""
     flaw: str = ""
 
 
-def ask(fs: Filesystem, kind: str, *, who: str, time_s: float, epoch: int) -> Request:
+def ask(
+    fs: Filesystem, kind: str, *, who: str, time_s: float, epoch: int, node: str = ""
+) -> Request:
     """The request as it now lies in the run at the root `fs`, for its driver to find."""
-    assert kind in (STOP, SAVE), kind
-    request = Request(id=uuid.uuid4().hex, kind=kind, who=who, time_s=time_s, epoch=epoch)
+    assert kind in _KINDS and (kind == ALLOW) == bool(node), kind
+    request = Request(
+        id=uuid.uuid4().hex, kind=kind, who=who, time_s=time_s, epoch=epoch, node=node
+    )
     tree = asdict(request) | {"format_version": FORMAT_VERSION}
     del tree["id"], tree["flaw"]
     fs.write_bytes(_path(request.id), (json.dumps(tree) + "\n").encode())
@@ -83,7 +91,8 @@ def _parse(request_id: str, text: bytes) -> Request:
         who=str(tree["who"]),
         time_s=float(tree["time_s"]),
         epoch=int(tree["epoch"]),
-        flaw="" if kind in (STOP, SAVE) else f"expected stop or save, found {kind!r}",
+        node=str(tree.get("node", "")),
+        flaw="" if kind in _KINDS else f"expected stop, save or allow, found {kind!r}",
     )
 
 

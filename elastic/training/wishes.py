@@ -41,6 +41,8 @@ class Wishes:
         flaw = request.flaw
         if request.epoch < self._epoch and not flaw:
             flaw = "it was meant for an earlier submission of the run"
+        if request.kind == requests.ALLOW and not flaw:
+            flaw = "without Ray no node is kept out"
         what = f"{request.kind or 'request'} asked by {request.who}"
         data: dict[str, Any] = {"id": request.id, "request": request.kind}
         if flaw:

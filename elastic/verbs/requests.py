@@ -18,12 +18,13 @@ import click
 
 from elastic.dashboard.status import state_of
 from elastic.dashboard.text import plain, to_json
+from elastic.policy.strikes import ALLOWED
 from elastic.storage import lease, requests
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.lease import Holder
 from elastic.storage.ledger import LedgerEvent, read_ledger
-from elastic.storage.requests import SAVE, STOP, Request
+from elastic.storage.requests import ALLOW, SAVE, STOP, Request
 from elastic.storage.run_file import RunFile
 from elastic.verbs.run_argument import (
     BadRun,
@@ -49,12 +50,16 @@ timeout_option = click.option(
 )
 
 
+class NobodyThere(BadRun):
+    """Nobody is at the run, or whoever was has left without an answer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """What came of a request. `step` is that of the checkpoint that the run now resumes from."""
 
     outcome: str
-    """stopped, finished, failed, saved or discarded."""
+    """stopped, finished, failed, saved, allowed or discarded."""
     step: int | None
     reason: str
 
@@ -72,7 +77,7 @@ def stop(run: str, timeout_s: float, as_json: bool) -> None:
     Exit codes: 0 stopped or finished, 1 not within the timeout, or the run failed instead,
     2 no such run, or nobody is at it.
     """
-    answer = _ask(run, STOP, timeout_s)
+    answer = ask_run(run, STOP, timeout_s)
     where = _where(answer)
     said = {
         "stopped": f"stopped {where}; submit it again under its name to resume",
@@ -94,7 +99,7 @@ def save(run: str, timeout_s: float, as_json: bool) -> None:
     Exit codes: 0 committed, 1 not within the timeout, or the run failed instead,
     2 no such run, or nobody is at it.
     """
-    answer = _ask(run, SAVE, timeout_s)
+    answer = ask_run(run, SAVE, timeout_s)
     said = {
         "saved": f"saved step {answer.step}",
         "finished": f"the run has finished meanwhile {_where(answer)}",
@@ -129,6 +134,8 @@ def answer_to(request: Request, events: Sequence[LedgerEvent]) -> Answer | None:
             taken = event
         elif request.kind == SAVE and taken is not None and _answers(event, taken):
             return Answer(outcome="saved", step=event.step, reason="")
+        elif event.kind == ALLOWED and event.data.get("node_id") == request.node:
+            return Answer(outcome="allowed", step=-1, reason=event.reason)
         elif event.kind in ("run_stopped", "run_finished", "run_failed"):
             outcome = event.kind.removeprefix("run_")
             return Answer(outcome=outcome, step=None, reason=event.reason)
@@ -145,12 +152,19 @@ def _answers(event: LedgerEvent, taken: LedgerEvent) -> bool:
 # --- asking --------------------------------------------------------------------------------------
 
 
-def _ask(run: str, kind: str, timeout_s: float) -> Answer:
+def ask_run(run: str, kind: str, timeout_s: float, *, node: str = "") -> Answer:
+    """What came of asking whoever is at the run. `node` is the id of the one to `ALLOW`.
+
+    Raises:
+        BadRun: no such run, or it cannot be written to.
+        NobodyThere: nobody is at it, or whoever was has left.
+        Problem: no answer in time.
+    """
     with reading(run):
         fs, run_file = open_run(run)
         before = read_ledger(fs)
         epoch, holder = _at_the_run(fs, before)
-    request = _put(fs, kind, epoch)
+    request = _put(fs, kind, epoch, node)
     click.echo(f"asked {plain(str(holder))}", err=True)
     try:
         with reading(run):
@@ -161,9 +175,9 @@ def _ask(run: str, kind: str, timeout_s: float) -> Answer:
             requests.withdraw(fs, request.id)
 
 
-def _put(fs: Filesystem, kind: str, epoch: int) -> Request:
+def _put(fs: Filesystem, kind: str, epoch: int, node: str) -> Request:
     try:
-        return requests.ask(fs, kind, who=who(), time_s=time.time(), epoch=epoch)
+        return requests.ask(fs, kind, who=who(), time_s=time.time(), epoch=epoch, node=node)
     except Exception as error:  # storage clients raise classes of their own
         raise BadRun(
             f"cannot put a request into {plain(fs.url)}: {type(error).__name__}: "
@@ -181,19 +195,19 @@ def who() -> str:
 
 
 def _at_the_run(fs: Filesystem, events: Sequence[LedgerEvent]) -> tuple[int, Holder]:
-    """The lease of the driver at the run. Raises `BadRun` when there is none."""
+    """The lease of the driver at the run. Raises `NobodyThere` when there is none."""
     epoch, holder = lease.read(fs)
     if holder is None or holder.released:
         state, reason = state_of(events, silent_s=0.0)
         why = f"it is {state}" + (f" ({plain(reason)})" if reason else "")
-        raise BadRun(f"nobody is at the run {plain(fs.url)} to be asked: {why}")
+        raise NobodyThere(f"nobody is at the run {plain(fs.url)} to be asked: {why}")
     if lease.is_dead(holder):
         raise _nobody_left(fs, holder)
     return epoch, holder
 
 
-def _nobody_left(fs: Filesystem, holder: Holder) -> BadRun:
-    return BadRun(
+def _nobody_left(fs: Filesystem, holder: Holder) -> NobodyThere:
+    return NobodyThere(
         f"nobody is at the run {plain(fs.url)} to be asked: its last driver, "
         f"{plain(str(holder))}, is gone without a word. Submit the run again to resume it"
     )
@@ -205,7 +219,7 @@ def _nobody_left(fs: Filesystem, holder: Holder) -> BadRun:
 def _wait(
     fs: Filesystem, run_file: RunFile, request: Request, num_before: int, timeout_s: float
 ) -> Answer:
-    """The answer. Raises `Problem` at the deadline, `BadRun` when nobody is left to give one."""
+    """The answer. Raises `Problem` at the deadline, `NobodyThere` when nobody is left."""
     until_s = time.monotonic() + timeout_s
     watch, tell = _Watch(fs), _teller()
     while True:
@@ -266,7 +280,8 @@ def _teller() -> Callable[[Request, Sequence[LedgerEvent]], None]:
     def tell(request: Request, events: Sequence[LedgerEvent]) -> None:
         nonlocal num_told
         for event in events[num_told:]:
-            if event.kind == "request_taken" and event.data.get("id") == request.id:
+            is_taken = event.kind == "request_taken" and event.data.get("id") == request.id
+            if is_taken and request.kind != ALLOW:  # which is done at once
                 click.echo("taken; waiting for the ranks to save", err=True)
             elif event.kind == "checkpoint_committed":
                 click.echo(f"checkpoint of step {event.step} is complete", err=True)

@@ -64,6 +64,9 @@ def main(argument: str) -> None:
         ),
         run_config=ray.train.RunConfig(name="bench", storage_path=plan.directory),
         elastic_config=ElasticConfig(
-            save_every=plan.save_every_steps, recovery=plan.recovery, hangs=hangs
+            save_every=plan.save_every_steps,
+            recovery=plan.recovery,
+            hangs=hangs,
+            node_strikes=0,  # no rival keeps a node out for being struck
         ),
     ).fit()

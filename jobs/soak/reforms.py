@@ -27,6 +27,7 @@ _SETTLED_STEPS = 3
 _FLAGS = (
     *("--model", "nano", "--global-batch", "32", "--micro-batch", "8", "--sequence-length", "128"),
     *("--dtype", "float64", "--lr", "1e-4", "--save-every", "10", "--grow-interval", "0.2"),
+    *("--node-strikes", "0"),  # it is always the same one that is struck
 )
 
 

@@ -21,7 +21,7 @@ from elastic.policy.situation import Phase, Rules, Situation
 from elastic.policy.transitions import decide
 from elastic.storage import lease, requests
 from elastic.storage.filesystem import Filesystem
-from elastic.storage.requests import SAVE, STOP
+from elastic.storage.requests import ALLOW, SAVE, STOP
 from elastic.verbs import requests as verbs
 from tests.pure.test_cli import ARun, ask
 
@@ -54,7 +54,7 @@ def test_requests_are_found_oldest_first_until_they_are_withdrawn(fs: Filesystem
         (b'{"format_version": 9, "kind": "stop"}', "format version 9"),
         (
             b'{"format_version": 1, "kind": "drop", "who": "a", "time_s": 1, "epoch": 1}',
-            "expected stop or save, found 'drop'",
+            "expected stop, save or allow, found 'drop'",
         ),
     ],
 )
@@ -76,6 +76,7 @@ class Desk:
     def __init__(self, fs: Filesystem, epoch: int) -> None:
         self.posted: list[e.Event] = []
         self.records: list[e.Record] = []
+        self.allowed: list[tuple[str, str]] = []
 
         async def at_once(work: Callable[[], Any]) -> Any:
             return work()
@@ -85,6 +86,7 @@ class Desk:
             epoch,
             in_order=at_once,
             post=self.posted.append,
+            allow=lambda *what: self.allowed.append(what),
             record=self.records.append,
             where=lambda: (4, 70),
         )
@@ -107,6 +109,13 @@ def test_a_request_becomes_an_event_is_recorded_and_removed(fs: Filesystem) -> N
     assert (first.generation, first.step, first.reason) == (4, 70, "stop asked by ann on host")
     assert first.data == {"id": stop.id, "request": "stop"}
     assert requests.pending(fs) == []
+
+
+def test_an_allow_names_its_node_and_who_asked(fs: Filesystem) -> None:
+    requests.ask(fs, ALLOW, who="ann on host", time_s=1.0, epoch=2, node="a" * 56)
+    desk = Desk(fs, 2).look()
+    assert desk.allowed == [("a" * 56, "allow asked by ann on host")] and desk.posted == []
+    assert [record.kind for record in desk.records] == ["request_taken"]
 
 
 def test_a_stop_left_over_from_before_never_reaches_a_fresh_run(fs: Filesystem) -> None:
