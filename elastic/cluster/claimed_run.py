@@ -8,7 +8,10 @@ import uuid
 
 from elastic.cluster import whereabouts
 from elastic.cluster.driver_config import DriverConfig
+from elastic.cluster.inheritance import Inheritance
+from elastic.cluster.recovery import Recovery
 from elastic.policy.events import Record
+from elastic.policy.situation import Situation
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import claim
 from elastic.storage.filesystem import Filesystem
@@ -28,12 +31,14 @@ class ClaimedRun:
     def __init__(self, config: DriverConfig) -> None:
         self.filesystem = filesystem = Filesystem.at(config.run_url)
         self._rules = config.rules
+        self._take_over = config.take_over
         self._claim = claim(filesystem, config.spec, whereabouts.in_words())
         self.run_id = self._claim.run_file.run_id
         self.epoch = self._claim.lease.epoch
         try:
             self.past = read_ledger(filesystem)
             """What earlier lives of the driver have recorded."""
+            self.inheritance = Inheritance(config.take_over, self.past)
             self.catalog = Catalog(filesystem, self.run_id)
             if config.from_step is not None:
                 steps_above(self.catalog, config.from_step)  # refuses before anything is written
@@ -49,6 +54,14 @@ class ClaimedRun:
     def last_generation(self) -> int:
         """Of earlier lives; -1 when there was none."""
         return max((event.generation for event in self.past), default=-1)
+
+    def situation(self, now_s: float) -> Situation:
+        """What the policy begins with, at this monotonic time."""
+        return Situation(
+            generation=self.last_generation(),
+            since_s=now_s,
+            num_user_errors=self.inheritance.num_exceptions,
+        )
 
     def before_publishing(self) -> None:
         """The last thing before a commit, on the storage thread. Raises `LeaseLost`."""
@@ -70,8 +83,13 @@ class ClaimedRun:
         except OSError as error:
             logger.error("the ledger could not take %s: %s", record.kind, error)
 
-    def record_start(self) -> None:
+    def record_start(self, recovery: Recovery) -> None:
         """Who has taken the run up, and what is different from the last time."""
+        before = self._take_over
+        if before is not None:
+            generation, step = self.last_generation(), self.inheritance.step
+            lost = Record(kind="driver_lost", generation=generation, step=step, reason=before.cause)
+            self.record(lost)
         data = {
             "run_id": self.run_id,
             "name": self._claim.run_file.name,
@@ -79,9 +97,22 @@ class ClaimedRun:
             "lease_epoch": self.epoch,
             "rules": vars(self._rules),
         }
+        if before is not None:
+            data["take_over"] = before.number
         self.record(Record(kind="run_started", data=data))
         for change in self._claim.changed:
             self.record(Record(kind="config_changed", reason=str(change)))
+        if before is not None:
+            took_s = max(0.0, time.time() - before.noticed_s)
+            told: dict[str, object] = {"take_over": before.number, "took_s": took_s}
+            self.record(Record(kind="driver_took_over", reason=before.cause, data=told))
+            recovery.inherit(
+                before.cause,
+                took_s,
+                world_size=self.inheritance.world_size,
+                step=self.inheritance.step,
+                count=self.inheritance.num_recovered,
+            )
 
     def close(self) -> None:
         """The last event was recorded: give the run back."""

@@ -86,7 +86,7 @@ class Driver:
     def _open(self) -> None:
         """Claim the run, and make all that writes to it. Nothing is written without the claim."""
         run = self._run = ClaimedRun(self._config)
-        self._situation = Situation(generation=run.last_generation(), since_s=time.monotonic())
+        self._situation = run.situation(time.monotonic())
         self._commits = Commits(
             run.catalog,
             self._config.keep,
@@ -127,6 +127,7 @@ class Driver:
             post=self._post,
             record=self._record,
             where=lambda: (self._situation.generation, self._situation.step),
+            inheritance=run.inheritance,
         )
         self._is_open = True
 
@@ -135,7 +136,7 @@ class Driver:
     async def run(self) -> None:
         """Train until the run is over. Raises what `claim` raises, and then nothing was done."""
         await asyncio.to_thread(self._open)
-        self._run.record_start()
+        self._run.record_start(self._recovery)
         self._perform(LookForCapacity())
         self._spawn(self._rounds().run())
         while self._situation.phase not in FINAL:
