@@ -8,6 +8,8 @@ import uuid
 
 from elastic.cluster import whereabouts
 from elastic.cluster.driver_config import DriverConfig
+from elastic.cluster.inheritance import Inheritance
+from elastic.cluster.recovery import Recovery
 from elastic.policy import budgets, fitting
 from elastic.policy.cadence import Cadence
 from elastic.policy.events import Record
@@ -31,6 +33,7 @@ class ClaimedRun:
     def __init__(self, config: DriverConfig) -> None:
         self.filesystem = filesystem = Filesystem.at(config.run_url)
         self._rules = config.rules
+        self._take_over = config.take_over
         self._claim = claim(filesystem, config.spec, whereabouts.in_words())
         self.run_id = self._claim.run_file.run_id
         self.epoch = self._claim.lease.epoch
@@ -40,6 +43,7 @@ class ClaimedRun:
             self.cadence = Cadence(config.save, config.mtbf_s)
             """How often to save; it hears all that is recorded."""
             self.cadence.hear_past(self.past)
+            self.inheritance = Inheritance(config.take_over, self.past)
             self.catalog = Catalog(filesystem, self.run_id)
             if config.from_step is not None:
                 steps_above(self.catalog, config.from_step)  # refuses before anything is written
@@ -91,8 +95,13 @@ class ClaimedRun:
         except OSError as error:
             logger.error("the ledger could not take %s: %s", record.kind, error)
 
-    def record_start(self) -> None:
+    def record_start(self, recovery: Recovery) -> None:
         """Who has taken the run up, and what is different from the last time."""
+        before = self._take_over
+        if before is not None:
+            generation, step = self.last_generation(), self.inheritance.step
+            lost = Record(kind="driver_lost", generation=generation, step=step, reason=before.cause)
+            self.record(lost)
         data = {
             "run_id": self.run_id,
             "name": self._claim.run_file.name,
@@ -100,9 +109,22 @@ class ClaimedRun:
             "lease_epoch": self.epoch,
             "rules": vars(self._rules),
         }
+        if before is not None:
+            data["take_over"] = before.number
         self.record(Record(kind="run_started", data=data))
         for change in self._claim.changed:
             self.record(Record(kind="config_changed", reason=str(change)))
+        if before is not None:
+            took_s = max(0.0, time.time() - before.noticed_s)
+            told: dict[str, object] = {"take_over": before.number, "took_s": took_s}
+            self.record(Record(kind="driver_took_over", reason=before.cause, data=told))
+            recovery.inherit(
+                before.cause,
+                took_s,
+                world_size=self.inheritance.world_size,
+                step=self.inheritance.step,
+                count=self.inheritance.num_recovered,
+            )
 
     def close(self) -> None:
         """The last event was recorded: give the run back."""

@@ -135,6 +135,7 @@ class Driver:
             allow=self._kept_out.allow,
             record=self._record,
             where=lambda: (self._situation.generation, self._situation.step),
+            inheritance=run.inheritance,
         )
         self._is_open = True
 
@@ -143,7 +144,7 @@ class Driver:
     async def run(self) -> None:
         """Train until the run is over. Raises what `claim` raises, and then nothing was done."""
         await asyncio.to_thread(self._open)
-        self._run.record_start()
+        self._run.record_start(self._recovery)
         self._perform(LookForCapacity())
         self._spawn(self._rounds().run())
         while self._situation.phase not in FINAL:

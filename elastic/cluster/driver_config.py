@@ -13,6 +13,19 @@ from elastic.storage.claim import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)
+class TakeOver:
+    """That another driver of the same job has died, and which."""
+
+    number: int
+    """Of the take-overs of this job, from 1."""
+    cause: str
+    noticed_s: float
+    """Wall time on this machine, on which both have run."""
+    lives: frozenset[int]
+    """Of the ledger: those of the job's drivers so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DriverConfig:
     """The run as it was asked for, checked by the trainer."""
 
@@ -33,3 +46,5 @@ class DriverConfig:
     """Checkpoints of an earlier history may be left alone, and the run start at step 0."""
     from_step: int | None = None
     """Go on from this complete checkpoint; newer ones are set aside."""
+    take_over: TakeOver | None = None
+    """None for the first driver of a job."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from elastic.cluster.inheritance import Inheritance
 from elastic.policy.events import Event, Record, SaveRequested, StopRequested
 from elastic.storage import requests
 from elastic.storage.filesystem import Filesystem
@@ -18,7 +19,7 @@ logger = logging.getLogger("elastic")
 
 
 class Inbox:
-    """The requests of one life of the driver, the holder of the lease `epoch`.
+    """The requests of the drivers of one job, of which this one holds the lease `epoch`.
 
     `in_order` does storage work off the event loop, `post` takes events, `allow` the id of a node
     that is let back in and the reason, `where` gives generation and step for the ledger. Use from
@@ -35,17 +36,21 @@ class Inbox:
         allow: Callable[[str, str], None],
         record: Callable[[Record], None],
         where: Callable[[], tuple[int, int]],
+        inheritance: Inheritance,
     ) -> None:
         self._fs = fs
         self._epoch = epoch
+        self._epochs = inheritance.epochs | {epoch}
         self._in_order = in_order
         self._post = post
         self._allow = allow
         self._record = record
         self._where = where
-        self._handled: set[str] = set()
+        self._handled = set(inheritance.taken)
         self._is_looking = False
         self._is_closed = False
+        for event in inheritance.unanswered():
+            post(event)
 
     async def look(self) -> None:
         """Take what has come since the last look."""
@@ -73,7 +78,7 @@ class Inbox:
             return
         self._handled.add(request.id)
         flaw = request.flaw
-        if request.epoch < self._epoch and not flaw:
+        if request.epoch not in self._epochs and not flaw:
             flaw = "it was meant for an earlier submission of the run"
         generation, step = self._where()
         what = f"{request.kind or 'request'} asked by {request.who}"

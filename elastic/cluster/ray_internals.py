@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import queue
 import threading
 import time
@@ -20,6 +21,7 @@ from elastic.importing import collector_paused
 
 with collector_paused():
     import ray
+    from ray.core.generated import gcs_pb2
     from ray.exceptions import GetTimeoutError, RayActorError
     from ray.train import Checkpoint
     from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
@@ -52,6 +54,7 @@ with collector_paused():
     from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.util.placement_group import (
+        PlacementGroup,
         placement_group,
         placement_group_table,
         remove_placement_group,
@@ -62,6 +65,7 @@ __all__ = [
     "Controller",
     "GroupMember",
     "GroupStartError",
+    "give_back",
     "launch",
     "read_draining_nodes",
     "read_nodes",
@@ -81,6 +85,9 @@ _ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
 }
+# For how long processes of a run go on without the cluster's head, in seconds. Ray's own 60 would
+# leave some of them for longer than a minute. Whoever keeps a head that comes back has set it.
+_WITHOUT_HEAD = "RAY_gcs_rpc_server_reconnect_timeout_s", "45"
 
 
 class GroupStartError(RuntimeError):
@@ -545,17 +552,18 @@ def launch(
 
     It dies with the calling process, like Ray Train's own.
     """
+    name, value = _WITHOUT_HEAD
     actor_class = ray.remote(
         num_cpus=0,
         label_selector={
             ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id(),
         },
-        runtime_env={"env_vars": {**_ENVIRONMENT, **env_vars}},
+        runtime_env={"env_vars": {**_ENVIRONMENT, name: os.environ.get(name, value), **env_vars}},
     )(controller_class)
     scaling: ScalingPolicy = create_scaling_policy(trainer.scaling_config)
     # The cleaner was seen to take a living controller for dead when a node had just been lost, and
-    # to remove the placement group under the survivors; Ray removes a job's groups by itself. The
-    # other starts a process for each group, also when there is no dataset to split.
+    # to remove the placement group under the survivors; `give_back` does what it is for. The other
+    # starts a process for each group, also when there is no dataset to split.
     unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
     if not trainer.datasets:
         unwanted += (DatasetsCallback,)
@@ -573,6 +581,26 @@ def launch(
         validation_config=trainer.validation_config,
         **arguments,
     )
+
+
+def give_back(controller: Any) -> int:
+    """Remove the placement groups of a controller that has died; how many there were.
+
+    Ray ends a dead actor's own actors by itself, but keeps its placement groups while its job
+    lives.
+    """
+    accessor = ray._private.state.state._connect_and_get_accessor()
+    found = map(gcs_pb2.PlacementGroupTableData.FromString, accessor.get_placement_group_table())
+    left = [
+        group
+        for group in found
+        if group.creator_actor_id == controller._actor_id.binary()
+        and group.state != gcs_pb2.PlacementGroupTableData.REMOVED
+    ]
+    for group in left:
+        group_id = ray.PlacementGroupID(group.placement_group_id)
+        remove_placement_group(PlacementGroup(group_id))
+    return len(left)
 
 
 def read_draining_nodes() -> dict[str, int]:

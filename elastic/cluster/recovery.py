@@ -40,6 +40,20 @@ class Recovery:
         if self._decided_s is None or not self._has_begun_anew:
             self._open(reason, world_size)
 
+    def inherit(
+        self, reason: str, took_s: float, *, world_size: int, step: int, count: int
+    ) -> None:
+        """The driver before this one has died, `took_s` ago: the clock runs from there.
+
+        `step` is the last one that it has told of, `count` that of its own re-forms.
+        """
+        self.count = count
+        self._open(reason, world_size)
+        assert self._decided_s is not None
+        self._decided_s -= took_s
+        self._step = step
+        self._phases_s["take_over"] = took_s
+
     def _open(self, reason: str, world_size: int) -> None:
         if self._decided_s is None:
             now_s = time.monotonic()
@@ -79,6 +93,8 @@ class Recovery:
         whole_s = time.monotonic() - self._decided_s
         names = ("diagnose", "join", "stop", "place", "start", "connect", "build", "load")
         phases = {name: self._phases_s.get(name, 0.0) for name in names}
+        if "take_over" in self._phases_s:
+            phases["take_over"] = self._phases_s["take_over"]
         phases["first_step"] = first_step_s
         phases["wait"] = max(0.0, whole_s - sum(phases.values()))
         self._decided_s = None

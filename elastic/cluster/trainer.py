@@ -1,7 +1,7 @@
 """`ElasticTrainer`: a `TorchTrainer` whose runs survive what clusters do.
 
-Checks everything that can be checked before any worker starts, then launches the driver actor and
-waits for it. The trainer decides nothing about the run.
+Checks everything that can be checked before any worker starts, then has the run driven to its end.
+The trainer decides nothing about the run.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from elastic.cluster.driver_actor import DriverActor
 from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.elastic_config import ElasticConfig
 from elastic.cluster.ray_internals import launch
+from elastic.cluster.succession import Succession
 from elastic.policy.saves import SaveInterval
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import IdentityMismatch, RunSpec
@@ -125,30 +126,34 @@ class ElasticTrainer(TorchTrainer):
             use_cuda=bool(self.scaling_config.use_gpu),
             load_from=self.elastic_config.load_from,
         )
-        driver = launch(
-            self,
-            DriverActor,
-            functools.partial(worker.serve, self._function, training),
-            self.elastic_config.env_vars,
-            driver_config=DriverConfig(
-                run_url=self.run_url,
-                spec=self._spec(),
-                rules=self._rules,
-                keep=self._keep,
-                save=self._interval,
-                mtbf_s=self.elastic_config.mtbf_s,
-                resources_per_worker=self.scaling_config._resources_per_worker_not_none,
-                label_selector=checks.one_selector(self.scaling_config),
-                mix_accelerators=self.elastic_config.mix_accelerators,
-                hangs=self.elastic_config.capped_hangs,
-                strikes=self.elastic_config.strikes,
-                from_scratch=self.elastic_config.from_scratch,
-                from_step=self.elastic_config.from_step,
-            ),
-        )
-        with _stop_on_signals(driver, self.elastic_config.grace_s(os.environ)):
-            outcome = _wait(driver, on_status)
+        serve = functools.partial(worker.serve, self._function, training)
+
+        def launch_driver(config: DriverConfig) -> Any:
+            env_vars = self.elastic_config.env_vars
+            return launch(self, DriverActor, serve, env_vars, driver_config=config)
+
+        drivers = Succession(filesystem, self._driver_config(), launch_driver)
+        grace_s = self.elastic_config.grace_s(os.environ)
+        with _stop_on_signals(drivers.stop, grace_s), _not_begun_in_few_words():
+            outcome = drivers.outcome(on_status)
         return self._result(filesystem, outcome)
+
+    def _driver_config(self) -> DriverConfig:
+        return DriverConfig(
+            run_url=self.run_url,
+            spec=self._spec(),
+            rules=self._rules,
+            keep=self._keep,
+            save=self._interval,
+            mtbf_s=self.elastic_config.mtbf_s,
+            resources_per_worker=self.scaling_config._resources_per_worker_not_none,
+            label_selector=checks.one_selector(self.scaling_config),
+            mix_accelerators=self.elastic_config.mix_accelerators,
+            hangs=self.elastic_config.capped_hangs,
+            strikes=self.elastic_config.strikes,
+            from_scratch=self.elastic_config.from_scratch,
+            from_step=self.elastic_config.from_step,
+        )
 
     def _spec(self) -> RunSpec:
         """The run as it is asked for, for its run file."""
@@ -200,24 +205,18 @@ def _failure_text(run_url: str, outcome: dict[str, Any]) -> str:
     return "\n\n".join([*parts, outcome["traceback"]]).rstrip()
 
 
-def _wait(driver: Any, on_status: Callable[[dict[str, Any]], None] | None) -> dict[str, Any]:
-    done = driver.run.remote()
-    while not ray.wait([done], timeout=1.0)[0]:
-        if on_status is not None:
-            with contextlib.suppress(ray.exceptions.GetTimeoutError):
-                on_status(ray.get(driver.status.remote(), timeout=1.0))
+@contextlib.contextmanager
+def _not_begun_in_few_words() -> Iterator[None]:
     try:
-        ray.get(done)
+        yield
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, NOT_BEGUN):
             raise error.cause from None
         raise
-    outcome: dict[str, Any] = ray.get(driver.outcome.remote())
-    return outcome
 
 
 @contextlib.contextmanager
-def _stop_on_signals(driver: Any, grace_s: float) -> Iterator[None]:
+def _stop_on_signals(stop: Callable[[str, float | None], None], grace_s: float) -> Iterator[None]:
     """The first SIGINT or SIGTERM asks for a save and a stop; the third ends the process.
 
     Whoever sends SIGTERM kills this process `grace_s` seconds later.
@@ -234,7 +233,7 @@ def _stop_on_signals(driver: Any, grace_s: float) -> Iterator[None]:
         within_s = grace_s if number == signal.SIGTERM else None
         told = "" if within_s is None else f" within {within_s:g} s"
         logger.warning("%s: saving and stopping%s; twice more to end at once", name, told)
-        driver.stop.remote(f"{name} received by the submitting process", within_s)
+        stop(f"{name} received by the submitting process", within_s)
         if within_s is not None:
             atexit.register(_exit_soon)
 

@@ -29,11 +29,18 @@ def goodput(fs: Filesystem, events: Iterable[LedgerEvent]) -> float | None:
 
 
 def attended(events: Iterable[LedgerEvent]) -> float:
-    """Seconds, summed over the lives of the driver, from its start to its last event."""
+    """Seconds, summed over the lives of the driver, from its start to its last event.
+
+    A driver that takes over from a dead one starts where that one ended.
+    """
     began: dict[int, float] = {}
     ended: dict[int, float] = {}
+    last_s: float | None = None
     for event in events:
+        if event.kind == "driver_lost" and last_s is not None:
+            began[event.life] = last_s
         if event.kind == "run_started":
             began.setdefault(event.life, event.time_s)
+        last_s = event.time_s
         ended[event.life] = event.time_s
     return sum(max(0.0, ended[life] - begin_s) for life, begin_s in began.items())

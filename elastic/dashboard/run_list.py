@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from elastic.dashboard.goodput import goodput
-from elastic.dashboard.status import summarise
+from elastic.dashboard.status import driver_seen_gone, summarise
 from elastic.dashboard.text import age, table
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
@@ -71,9 +71,10 @@ def _row(fs: Filesystem, directory: str, now_s: float) -> RunRow | None:
 
 
 def _row_of(fs: Filesystem, directory: str, run_file: RunFile, now_s: float) -> RunRow:
+    gone = driver_seen_gone(fs)
     events = read_ledger(fs)
     checkpoint = Catalog(fs, run_file.run_id).highest()
-    status = summarise(run_file, events, checkpoint, storage=fs.url, now_s=now_s)
+    status = summarise(run_file, events, checkpoint, storage=fs.url, now_s=now_s, gone=gone)
     return RunRow(
         directory=directory,
         name=status.name,

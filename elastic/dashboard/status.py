@@ -14,19 +14,22 @@ from typing import Any
 from elastic.dashboard.kept_out import KeptOutNode, nodes_kept_out
 from elastic.dashboard.last_lines import LastLines, last_lines_of_failure
 from elastic.dashboard.text import age
+from elastic.storage import lease
 from elastic.storage.checkpoints import Catalog, Checkpoint
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerEvent, read_ledger
 from elastic.storage.run_file import RunFile
 
-STALE_AFTER_S = 60.0
-"""A driver that lives writes its heartbeat far more often than this."""
+STALE_AFTER_S = 30.0
+"""A driver that lives says something far more often than this."""
 
 TERMINAL = frozenset({"FINISHED", "FAILED", "STOPPED"})
 
 # The state that each kind of event leaves behind; every other kind leaves it as it was.
 _STATE_AFTER = {
+    "driver_lost": "STARTING",
     "run_started": "STARTING",
+    "driver_took_over": "STARTING",
     "waiting": "WAITING",
     "generation_planned": "STARTING",
     "start_failed": "STARTING",
@@ -63,7 +66,8 @@ class RunStatus:
     name: str
     run_id: str
     state: str
-    """WAITING, STARTING, RUNNING, STOPPED, FINISHED, FAILED; UNKNOWN when the driver is silent."""
+    """WAITING, STARTING, RUNNING, STOPPED, FINISHED, FAILED; UNKNOWN when the driver is gone
+    or silent."""
     reason: str
     phase: str
     """What rank 0 does while the run is RUNNING: build, load, data, forward-backward, save."""
@@ -83,7 +87,7 @@ class RunStatus:
     restarts_by_cause: dict[str, int]
     lost_steps: int
     submissions: int
-    """How often a driver took the run up: 1, and one more for each time it was submitted again."""
+    """1, and one more for each time it was submitted again."""
     last_word_age_s: float
     storage: str
     dashboard_url: str | None
@@ -100,7 +104,21 @@ def read_status(fs: Filesystem, run_file: RunFile, *, now_s: float) -> RunStatus
         UnsupportedFormat: a newer version of elastic wrote this run.
     """
     checkpoint = Catalog(fs, run_file.run_id).highest()
-    return summarise(run_file, read_ledger(fs), checkpoint, storage=fs.url, now_s=now_s)
+    gone = driver_seen_gone(fs)
+    events = read_ledger(fs)
+    return summarise(run_file, events, checkpoint, storage=fs.url, now_s=now_s, gone=gone)
+
+
+def driver_seen_gone(fs: Filesystem) -> str:
+    """Who holds the run though its process can be seen to be gone, in words; "" if nobody.
+
+    Ask it before the ledger: a driver writes its last word before it lets go of the run. Raises
+    `UnsupportedFormat`.
+    """
+    _, holder = lease.read(fs)
+    if holder is None or holder.released or not lease.is_dead(holder):
+        return ""
+    return str(holder)
 
 
 def summarise(
@@ -110,10 +128,12 @@ def summarise(
     *,
     storage: str,
     now_s: float,
+    gone: str = "",
 ) -> RunStatus:
-    """The status that these facts add up to. `events` are in ledger order."""
+    """The status that these facts add up to. `events` are in ledger order, `gone` is as
+    `driver_seen_gone` says."""
     silent_s = max(0.0, now_s - last_word_s(events, run_file.created_s))
-    state, reason = state_of(events, silent_s=silent_s)
+    state, reason = state_of(events, silent_s=silent_s, gone=gone)
     restarts = restarts_by_cause(events)
     progress = _last_data(events, "progress")
     group = _last_data(events, "generation_started")
@@ -137,7 +157,7 @@ def summarise(
         restarts=sum(restarts.values()),
         restarts_by_cause=restarts,
         lost_steps=sum(_integer(e.data.get("lost_steps")) or 0 for e in _of(events, "recovered")),
-        submissions=len({e.life for e in _of(events, "run_started")}),
+        submissions=len({e.life for e in _of(events, "run_started") if "take_over" not in e.data}),
         last_word_age_s=silent_s,
         storage=storage,
         dashboard_url=_text(_last_data(events, "run_started").get("dashboard_url")) or None,
@@ -157,11 +177,12 @@ def last_word_s(events: Sequence[LedgerEvent], created_s: float) -> float:
     return spoken[-1].time_s if spoken else created_s
 
 
-def state_of(events: Sequence[LedgerEvent], *, silent_s: float) -> tuple[str, str]:
+def state_of(events: Sequence[LedgerEvent], *, silent_s: float, gone: str = "") -> tuple[str, str]:
     """State and reason after these events, when the last of them is `silent_s` old.
 
     A final state stays what it is for ever. Any other is worth only as much as the driver's last
-    word: a driver that was killed cannot say so, and must not look as if it ran.
+    word: a driver that was killed cannot say so, and must not look as if it ran. `gone` is as
+    `driver_seen_gone` says.
     """
     state, reason = "STARTING", "the run was created and its driver has not spoken yet"
     for event in events:
@@ -173,11 +194,10 @@ def state_of(events: Sequence[LedgerEvent], *, silent_s: float) -> tuple[str, st
         elif after != state or event.reason:
             reason = event.reason
         state = after
-    if state in TERMINAL or silent_s <= STALE_AFTER_S:
+    if state in TERMINAL or (not gone and silent_s <= STALE_AFTER_S):
         return state, reason
-    return "UNKNOWN", f"no word for {age(silent_s)}; the last was {state}" + (
-        f" ({reason})" if reason else ""
-    )
+    why = f"its driver is gone, {gone}" if gone else f"no word for {age(silent_s)}"
+    return "UNKNOWN", f"{why}; the last was {state}" + (f" ({reason})" if reason else "")
 
 
 def _state_after(event: LedgerEvent) -> str | None:
@@ -188,7 +208,7 @@ def _state_after(event: LedgerEvent) -> str | None:
 
 def restarts_by_cause(events: Iterable[LedgerEvent]) -> dict[str, int]:
     """How often the group was formed anew, by what made it so; `growth` was nobody's fault, and a
-    `drain` is a node that was left before it went.
+    `drain` is a node that was left before it went, `driver` the death of the driver.
 
     A failure counts when it is decided, growth when the larger group stands: a group that leaves
     because the run was asked to stop is no restart. Submitting again is none either.
@@ -200,6 +220,8 @@ def restarts_by_cause(events: Iterable[LedgerEvent]) -> dict[str, int]:
             planned, leaving = "growth", ""
             if event.data.get("then", "restart") == "restart":
                 counts[_text(event.data.get("cause")) or "unknown"] += 1
+        elif event.kind == "driver_took_over":
+            counts["driver"] += 1
         elif event.kind == "generation_started":
             counts[leaving] += bool(leaving)
             planned, leaving = "growth", ""

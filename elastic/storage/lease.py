@@ -157,7 +157,7 @@ def _wait_until_stale(
     while time.monotonic() < until_s:
         sleep(min(0.25, stale_s))
         now_epoch, now = read(fs)
-        if now is not None and now.released:
+        if now is not None and (now.released or is_dead(now)):
             return
         if now is not None and (now_epoch != epoch or now.beats != holder.beats):
             raise LeaseHeld(fs.url, str(now))
@@ -166,7 +166,19 @@ def _wait_until_stale(
 def is_dead(holder: Holder) -> bool:
     """Whether the holder's process can be seen to be gone; False where that cannot be told."""
     here = _machine()
-    return here != "" and holder.machine == here and not Path(f"/proc/{holder.pid}").exists()
+    return here != "" and holder.machine == here and not _runs(holder.pid)
+
+
+def _runs(pid: int) -> bool:
+    """A zombie does not, once its last thread has ended: until then one may still write."""
+    process = Path(f"/proc/{pid}")
+    try:
+        state = (process / "stat").read_text().rsplit(") ", 1)[1][0]
+        return state not in "ZX" or len(os.listdir(process / "task")) > 1
+    except FileNotFoundError:
+        return False
+    except (OSError, IndexError):
+        return process.exists()
 
 
 def _machine() -> str:

@@ -38,6 +38,8 @@ from elastic.verbs.run_argument import (
 POLL_S = 0.5
 # A driver that is cut off from its storage for a moment is not gone.
 GONE_S = 2 * lease.STALE_S
+# By then another driver of its job has taken the run over from one that died.
+TAKEN_OVER_S = 15.0
 
 timeout_option = click.option(
     "--timeout",
@@ -269,8 +271,8 @@ class _Watch:
         self.holder = holder
         if (epoch, holder.beats) != self._seen:
             self._seen, self._seen_s = (epoch, holder.beats), time.monotonic()
-        is_still = time.monotonic() - self._seen_s > GONE_S
-        return holder.released or lease.is_dead(holder) or is_still
+        patience_s = TAKEN_OVER_S if lease.is_dead(holder) else GONE_S
+        return holder.released or time.monotonic() - self._seen_s > patience_s
 
 
 def _teller() -> Callable[[Request, Sequence[LedgerEvent]], None]:

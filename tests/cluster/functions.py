@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -137,6 +138,17 @@ def speaks_and_raises(run: elastic.Run) -> None:
         if step.number == 3 and run.world_rank == 1:
             print("the loss looks odd")
             raise ValueError("boom-3c")
+
+
+def starts_a_program(run: elastic.Run) -> None:
+    """Which goes on when rank and shell are gone; and a mark with its process id."""
+    words = ["sh", "-c", "sleep 600 & echo $!; wait"]
+    shell = subprocess.Popen(words, stdout=subprocess.PIPE)
+    assert shell.stdout is not None
+    pid = int(shell.stdout.readline())
+    Path(run.config["marks"], f"{run.generation}-{run.world_rank}-{pid}").touch()
+    for _ in steps(run, 100_000):
+        pass
 
 
 def kill(pid: int) -> None:

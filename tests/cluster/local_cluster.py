@@ -76,6 +76,16 @@ class LocalCluster:
         self.nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
+    def kill_head(self) -> None:
+        """Every daemon of the head at once; the other nodes are left without it."""
+        daemons = [
+            one.process for all in self._cluster.head_node.all_processes.values() for one in all
+        ]
+        for daemon in daemons:
+            daemon.kill()
+        for daemon in daemons:
+            daemon.wait()
+
     def raylet(self, node_id: str) -> subprocess.Popen[bytes]:
         """Its process. Once it has ended it has to be polled: workers take a zombie for alive."""
         node = next(node for node in self.nodes if node.node_id == node_id)

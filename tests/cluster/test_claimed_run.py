@@ -13,6 +13,7 @@ from elastic.cluster import whereabouts
 from elastic.cluster.claimed_run import ClaimedRun
 from elastic.cluster.driver import Driver
 from elastic.cluster.driver_config import DriverConfig
+from elastic.cluster.recovery import Recovery
 from elastic.policy.budgets import Budgets, Failure, as_recorded
 from elastic.policy.causes import Cause
 from elastic.policy.retention import Retention
@@ -67,7 +68,7 @@ def test_what_failures_have_used_up_survives_the_driver_until_the_run_has_ended(
 
 def test_a_submission_from_a_step_goes_back_first(run: ARun) -> None:
     claimed = ClaimedRun(config(run, from_step=20))
-    claimed.record_start()
+    claimed.record_start(Recovery())
     assert claimed.catalog.complete_steps() == [0, 20]
     assert claimed.last_generation() == 3
     claimed.close()

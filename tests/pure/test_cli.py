@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from elastic.cli import main
 from elastic.dashboard.status import STALE_AFTER_S, read_status, restarts_by_cause, state_of
 from elastic.dashboard.text import age, plain, size, table, to_json
 from elastic.policy.situation import FINAL, Phase
+from elastic.storage import lease
 from elastic.storage.checkpoints import Catalog, Manifest
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerEvent, LedgerWriter
@@ -282,6 +284,40 @@ def test_restarts_are_counted_by_cause() -> None:
         "run_failed",
     )
     assert restarts_by_cause(told) == {"drain": 1, "growth": 1, "node_lost": 2}
+
+
+def test_a_take_over_is_a_restart_and_no_submission(run: ARun) -> None:  # B74
+    for number, took in enumerate(({}, {"take_over": 1})):
+        with closing(LedgerWriter(run.fs, life=number + 1, life_id="driver")) as ledger:
+            if took:
+                ledger.append("driver_lost", time_s=NOW_S - 3, reason="the driver died: SIGKILL")
+            ledger.append("run_started", time_s=NOW_S - 2, data=took)
+            if took:
+                ledger.append("driver_took_over", time_s=NOW_S - 1, data=took)
+    status = run.status()
+    assert (status.submissions, status.restarts_by_cause) == (1, {"driver": 1})
+    assert (status.state, status.reason) == ("STARTING", "the driver died: SIGKILL")
+
+
+def test_a_driver_seen_to_be_gone_does_not_run(recovered: ARun) -> None:  # B74
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        pid = process.pid
+    held = lease.acquire(recovered.fs, "job 1 on a cluster")
+    assert recovered.status().state == "RUNNING"
+    path = recovered.root / "lease/000001.json"
+    held._closed.set()
+    held._thread.join()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": pid}))
+    status = recovered.status()
+    assert status.state == "UNKNOWN"
+    assert re.fullmatch(
+        rf"its driver is gone, process {pid} on .*\(job 1 on a cluster\).*; the last was "
+        "RUNNING",
+        status.reason,
+    ), status.reason
+    assert answer("runs", "--storage", recovered.root.parent)[0]["state"] == "UNKNOWN"
+    recovered.event("run_finished", 0, generation=1, step=60)
+    assert recovered.status().state == "FINISHED", "what is over stays so, whatever dies then"
 
 
 def test_leaving_in_order_to_stop_is_no_restart() -> None:
@@ -587,5 +623,5 @@ def test_a_long_traceback_does_not_fill_the_terminal(run: ARun) -> None:
 
 
 def test_a_failure_that_is_over_is_not_the_reason_any_more(recovered: ARun) -> None:
-    recovered.event("recovered", 39, generation=1, step=32, reason="rank 1 died")
+    recovered.event("recovered", 9, generation=1, step=32, reason="rank 1 died")
     assert recovered.status().reason == ""

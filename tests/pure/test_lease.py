@@ -5,9 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,3 +110,12 @@ def test_a_garbled_lease_is_waited_for_and_then_taken(fs: Filesystem) -> None:
     taken = acquire(fs, "next", stale_s=0.2)
     assert taken.epoch == 5
     taken.release()
+
+
+def test_a_process_that_waits_to_be_reaped_is_dead() -> None:  # B74
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        holder = replace(lease._ourselves("a test"), pid=process.pid)
+        assert not lease.is_dead(holder)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert Path(f"/proc/{process.pid}").exists() and lease.is_dead(holder)

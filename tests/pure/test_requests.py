@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 
+from elastic.cluster.driver_config import TakeOver
 from elastic.cluster.inbox import Inbox
+from elastic.cluster.inheritance import Inheritance
 from elastic.policy import events as e
 from elastic.policy.situation import Phase, Rules, Situation
 from elastic.policy.transitions import decide
 from elastic.storage import lease, requests
 from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import LedgerEvent
 from elastic.storage.requests import ALLOW, SAVE, STOP
 from elastic.verbs import requests as verbs
 from tests.pure.test_cli import ARun, ask
@@ -69,11 +72,15 @@ def test_a_damaged_request_says_what_is_wrong_with_it(
 
 # --- the driver's inbox --------------------------------------------------------------------------
 
+NOTHING_INHERITED = Inheritance(None, [])
+
 
 class Desk:
     """An inbox as the driver has it, and what came of it."""
 
-    def __init__(self, fs: Filesystem, epoch: int) -> None:
+    def __init__(
+        self, fs: Filesystem, epoch: int, inheritance: Inheritance = NOTHING_INHERITED
+    ) -> None:
         self.posted: list[e.Event] = []
         self.records: list[e.Record] = []
         self.allowed: list[tuple[str, str]] = []
@@ -89,6 +96,7 @@ class Desk:
             allow=lambda *what: self.allowed.append(what),
             record=self.records.append,
             where=lambda: (4, 70),
+            inheritance=inheritance,
         )
 
     def look(self) -> Desk:
@@ -125,6 +133,42 @@ def test_a_stop_left_over_from_before_never_reaches_a_fresh_run(fs: Filesystem) 
     (record,) = desk.records
     assert record.kind == "request_discarded"
     assert record.reason == "stop asked by ann: it was meant for an earlier submission of the run"
+    assert requests.pending(fs) == []
+
+
+def told(kind: str, **facts: Any) -> LedgerEvent:
+    return LedgerEvent(life=0, seq=0, time_s=0.0, kind=kind, **facts)
+
+
+def taken_over(*past: LedgerEvent) -> Inheritance:
+    """What the driver of lease 2 has from that of lease 1, which told this."""
+    began = told("run_started", data={"lease_epoch": 1})
+    last = TakeOver(number=1, cause="it died", noticed_s=0.0, lives=frozenset({0}))
+    return Inheritance(last, [began, *past])
+
+
+def test_what_a_dead_driver_was_asked_for_its_successor_is_asked_for(fs: Filesystem) -> None:
+    requests.ask(fs, STOP, who="ann", time_s=1.0, epoch=1)
+    desk = Desk(fs, 2, taken_over()).look()
+    assert desk.posted == [e.StopRequested(reason="stop asked by ann")]
+    assert [record.kind for record in desk.records] == ["request_taken"]
+
+
+def test_what_a_dead_driver_took_and_could_not_do_is_done(fs: Filesystem) -> None:
+    stop = requests.ask(fs, STOP, who="ann", time_s=1.0, epoch=1)
+    data = {"id": stop.id, "request": "stop"}
+    past = [
+        told("request_taken", reason="save asked by bob", data={"id": "b", "request": "save"}),
+        told("checkpoint_committed", step=70),
+        told("request_taken", reason="save asked by cid", data={"id": "c", "request": "save"}),
+        told("request_taken", reason="stop asked by ann", data=data),
+    ]
+    desk = Desk(fs, 2, taken_over(*past)).look()
+    assert desk.posted == [
+        e.SaveRequested(reason="save asked by cid"),
+        e.StopRequested(reason="stop asked by ann"),
+    ]
+    assert desk.records == [], "it was recorded when it was taken"
     assert requests.pending(fs) == []
 
 
@@ -369,6 +413,31 @@ def test_a_driver_that_is_seen_to_be_dead_is_not_asked(run: ARun) -> None:
     assert result.exit_code == 2
     assert "job 9" in result.stderr and "is gone without a word" in result.stderr
     assert not (run.root / "requests").exists()
+
+
+def test_a_dead_drivers_successor_answers(run: ARun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not given up at once: within the same job another driver takes the run over."""
+    seen_dead = threading.Semaphore(0)
+    is_dead = lease.is_dead
+
+    def look(holder: lease.Holder) -> bool:
+        found = is_dead(holder)
+        if found:
+            seen_dead.release()
+        return found
+
+    monkeypatch.setattr(lease, "is_dead", look)
+    hold(run)
+    box: list[Any] = []
+    asking = threading.Thread(target=lambda: box.append(ask("stop", run.root)))
+    asking.start()
+    while not requests.pending(run.fs):
+        time.sleep(0.01)
+    hold(run, machine=lease._machine(), pid=2**22 + 1)
+    assert all(seen_dead.acquire(timeout=10.0) for _ in range(3))
+    run.event("run_stopped", 0, reason="stop asked")
+    asking.join()
+    assert box[0].exit_code == 0, box[0].output
 
 
 def test_a_driver_elsewhere_that_stands_still_is_given_up(

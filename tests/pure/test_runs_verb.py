@@ -106,6 +106,16 @@ def test_goodput_counts_time_at_the_run_and_each_step_once(tmp_path: Path) -> No
     assert row.goodput == pytest.approx(12 / 60)
 
 
+def test_the_time_without_a_driver_counts_when_another_one_takes_over() -> None:
+    def at(time_s: float, life: int, kind: str) -> LedgerEvent:
+        return LedgerEvent(life=life, seq=0, time_s=time_s, kind=kind)
+
+    first = [at(0.0, 0, "run_started"), at(50.0, 0, "progress")]
+    second = [at(58.0, 1, "run_started"), at(80.0, 1, "progress")]
+    assert attended([*first, *second]) == 50.0 + 22.0, "submitted again"
+    assert attended([*first, at(57.0, 1, "driver_lost"), *second]) == 80.0
+
+
 def test_goodput_of_nothing_is_not_told(tmp_path: Path) -> None:
     fs = Filesystem.at(str(tmp_path))
     assert goodput(fs, []) is None
