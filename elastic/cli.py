@@ -19,6 +19,7 @@ from elastic.storage.ledger import read_ledger
 from elastic.verbs.checkpoints import checkpoints
 from elastic.verbs.export import export
 from elastic.verbs.logs import logs
+from elastic.verbs.node import node
 from elastic.verbs.plan import plan
 from elastic.verbs.rehearse import rehearse
 from elastic.verbs.requests import save, stop
@@ -83,6 +84,7 @@ def events(
 main.add_command(checkpoints)
 main.add_command(export)
 main.add_command(logs)
+main.add_command(node)
 main.add_command(plan)
 main.add_command(rehearse)
 main.add_command(rollback)

@@ -231,6 +231,7 @@ def _train(
                 load_from=arguments.load_from,
                 trust_foreign=arguments.trust_foreign,
                 hangs=hang_limits(arguments),
+                notices=arguments.notices or "auto",
             ),
         )
     except (ValueError, TypeError) as error:

@@ -70,9 +70,20 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         metavar="DURATION",
         help="a step that takes longer is a hang, unless others were as slow; none: never",
     )
+    _add_notices(found)
     found.add_argument("--json", metavar="PATH", help="write the summary here")
     found.add_argument("--quiet", action="store_true", help="no progress lines")
     return found
+
+
+def _add_notices(found: argparse.ArgumentParser) -> None:
+    found.add_argument(
+        "--notices",
+        action="append",
+        metavar="SOURCE",
+        help="what says that a node will be taken: auto (default), none, aws, aws-rebalance, gcp, "
+        "file:PATH; repeatable",
+    )
 
 
 class InvalidInput(ValueError):

@@ -99,6 +99,7 @@ class Driver:
             spawn=self._spawn,
             run_id=run.run_id,
             last_words=LastWords(run.filesystem),
+            notices=self._config.notices,
         )
         self._standstill = Standstill(
             self._config.hangs, group=self._group, filesystem=run.filesystem, post=self._post

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.cluster.notices.sources import checked
 from elastic.policy.hangs import HangLimits
 from elastic.policy.saves import SaveInterval
 from elastic.training.foreign import check_trust
@@ -39,6 +40,10 @@ class ElasticConfig:
     RAY_JOB_STOP_WAIT_TIME_S from the environment, or 3, as `ray job stop` does."""
     hangs: HangLimits | None = HangLimits()
     """How long a rank may stay in one phase before it is taken to hang; None: for ever."""
+    notices: str | Sequence[str] = "auto"
+    """Where each node hears that it will be taken, and is left in time: one or several of `aws`,
+    `aws-rebalance`, `gcp` and `file:PATH`. `auto` is the cloud that the firmware of the machine
+    names, and nothing elsewhere; `none` asks nobody."""
     collective_timeout_s: float = 3600.0
     from_scratch: bool = False
     """Start at step 0 although the run has committed checkpoints that cannot be found."""
@@ -57,6 +62,7 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         check_trust(self.load_from, self.trust_foreign)
+        checked(self.notices)
         if self.from_step is not None and self.from_step < 0:
             raise ValueError(f"from_step is the step of a checkpoint; found {self.from_step}")
         if self.from_step is not None and self.from_scratch:
