@@ -72,10 +72,8 @@ def running(log: Path, *words: str) -> Iterator[Command]:
 class Leaving:
     """A run that nothing else happens to, and what it says of each node that it left."""
 
-    def __init__(self, cluster: LocalCluster, job: Job) -> None:
-        self.cluster = cluster
+    def __init__(self, job: Job) -> None:
         self.job = job
-        self.left: list[str] = []
 
     def next(self) -> dict[str, Any]:
         """The rank whose node is the next to go."""
@@ -87,36 +85,44 @@ class Leaving:
         found = self.job.wait_for_event("recovered", lambda e: node in e.reason, timeout_s=60.0)
         assert found.data["lost_steps"] == 0 and found.data["new_world_size"] == world_size
         wait_for("the end of its worker", lambda: not is_running(going["pid"]), 10.0)
-        self.left.append(going["node_id"])
         return found
-
-    def take_away(self) -> None:
-        """The nodes that were left, as their owner does."""
-        for node_id in self.left:
-            self.cluster.remove(node_id)
 
 
 @pytest.mark.timeout(240)
 def test_nodes_are_left_whoever_brings_the_notice(three_nodes: LocalCluster, tmp_path: Path):
     """The run's own agent on the node, `elastic node agent`, SIGTERM to it, `elastic node drain`;
     one node after the other, and never is a step lost."""
-    three_nodes.add()
-    three_nodes.add()
     files = f"file:{tmp_path}/{{node_id}}"
     flags = (*FLAGS, "--num-workers", "1:5", "--notices", files)
-    with Job(three_nodes, tmp_path, "run", *flags) as job:
+    with two_more(three_nodes), Job(three_nodes, tmp_path, "run", *flags) as job:
         started = job.wait_for_event("generation_started")
         assert started.data["world_size"] == 5
         job.wait_for_event("started")
-        run = Leaving(three_nodes, job)
+        run = Leaving(job)
         the_runs_own_agent_hears_of_it(run, tmp_path)
-        an_agent_hears_of_it(run, tmp_path)
-        an_agent_is_told_to_end(run, tmp_path)
-        it_is_drained_by_hand(run, tmp_path)
+        an_agent_hears_of_it(run, three_nodes, tmp_path)
+        an_agent_is_told_to_end(run, three_nodes, tmp_path)
+        it_is_drained_by_hand(run, three_nodes, tmp_path)
         assert job.events("failure_decided", "worker_died", "node_lost") == []
-    run.take_away()
-    three_nodes.add()
-    three_nodes.add()
+
+
+@contextlib.contextmanager
+def two_more(cluster: LocalCluster) -> Iterator[None]:
+    """Five nodes, and afterwards three, none of which drains or has gone by itself."""
+    cluster.add()
+    cluster.add()
+    try:
+        yield
+    finally:
+        view = ClusterView(cluster.address)
+        stay = set(view.living_nodes()) - set(view.draining_nodes())
+        for node_id in [node.node_id for node in cluster.nodes]:
+            if node_id not in stay:
+                cluster.remove(node_id)
+        while len(cluster.nodes) > 3:
+            cluster.remove(cluster.nodes[-1].node_id)
+        while len(cluster.nodes) < 3:
+            cluster.add()
 
 
 def the_runs_own_agent_hears_of_it(run: Leaving, tmp_path: Path) -> None:
@@ -127,9 +133,9 @@ def the_runs_own_agent_hears_of_it(run: Leaving, tmp_path: Path) -> None:
     assert told is not None and 0 < int(told[1]) <= 20
 
 
-def an_agent_hears_of_it(run: Leaving, tmp_path: Path) -> None:
+def an_agent_hears_of_it(run: Leaving, cluster: LocalCluster, tmp_path: Path) -> None:
     going = run.next()
-    words = ("agent", "--json", "--address", run.cluster.address, "--node-id", going["node_id"])
+    words = ("agent", "--json", "--address", cluster.address, "--node-id", going["node_id"])
     file = tmp_path / "notice"
     with running(tmp_path / "agent.log", *words, "--source", f"file:{file}") as agent:
         agent.wait_to_say("watching")
@@ -142,12 +148,12 @@ def an_agent_hears_of_it(run: Leaving, tmp_path: Path) -> None:
         agent.ends_with(130)
 
 
-def an_agent_is_told_to_end(run: Leaving, tmp_path: Path) -> None:
+def an_agent_is_told_to_end(run: Leaving, cluster: LocalCluster, tmp_path: Path) -> None:
     """What it runs hears of SIGTERM after the run has saved, and ends with 3."""
     going = run.next()
     found = tmp_path / "found"
     script = f"trap 'date +%s.%N > {found}; exit 3' TERM; while :; do sleep 0.1; done"
-    words = ("agent", "--json", "--address", run.cluster.address, "--node-id", going["node_id"])
+    words = ("agent", "--json", "--address", cluster.address, "--node-id", going["node_id"])
     words += ("--source", "none", "--grace", "40s", "--", "sh", "-c", script)
     with running(tmp_path / "wrapper.log", *words) as agent:
         agent.wait_to_say("watching")
@@ -160,9 +166,9 @@ def an_agent_is_told_to_end(run: Leaving, tmp_path: Path) -> None:
         assert [said["event"] for said in agent.said()] == ["watching", "draining", "free"]
 
 
-def it_is_drained_by_hand(run: Leaving, tmp_path: Path) -> None:
+def it_is_drained_by_hand(run: Leaving, cluster: LocalCluster, tmp_path: Path) -> None:
     going = run.next()
-    words = ("--address", run.cluster.address, "--node-id", going["node_id"], "--json")
+    words = ("--address", cluster.address, "--node-id", going["node_id"], "--json")
     with running(tmp_path / "drain.log", "drain", *words, "--grace", "40s") as command:
         command.ends_with(0)
         assert [said["event"] for said in command.said()] == ["draining", "free"]
