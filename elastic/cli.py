@@ -20,6 +20,7 @@ from elastic.verbs import node_allow
 from elastic.verbs.checkpoints import checkpoints
 from elastic.verbs.export import export
 from elastic.verbs.logs import logs
+from elastic.verbs.node import node
 from elastic.verbs.plan import plan
 from elastic.verbs.rehearse import rehearse
 from elastic.verbs.requests import save, stop
@@ -81,15 +82,11 @@ def events(
     click.echo(text)
 
 
-@main.group(short_help="The nodes that a run may use, or may not.")
-def node() -> None:
-    """The nodes that a run may use, or may not."""
-
-
 node_allow.add_to(node)
 main.add_command(checkpoints)
 main.add_command(export)
 main.add_command(logs)
+main.add_command(node)
 main.add_command(plan)
 main.add_command(rehearse)
 main.add_command(rollback)

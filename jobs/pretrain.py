@@ -199,44 +199,12 @@ def _train(
     config: dict[str, Any],
     num_workers: int | tuple[int, int],
 ) -> int:
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-
-    from elastic import ElasticConfig, ElasticTrainer, TrainingFailed
+    from elastic import TrainingFailed
     from elastic.cluster.trainer import NOT_BEGUN
 
-    largest = num_workers if isinstance(num_workers, int) else num_workers[1]
     try:
-        ray_cluster.connect(largest)
-        trainer = ElasticTrainer(
-            train,
-            train_loop_config=config,
-            scaling_config=ScalingConfig(
-                num_workers=num_workers,
-                use_gpu=ray_cluster.has_gpus(),
-                elastic_resize_monitor_interval_s=arguments.grow_interval,
-            ),
-            run_config=RunConfig(
-                name=name,
-                storage_path=storage,
-                failure_config=FailureConfig(max_failures=arguments.max_failures),
-            ),
-            elastic_config=ElasticConfig(
-                seed=arguments.seed,
-                save_every=arguments.save_every,
-                mtbf=mtbf_s(arguments),
-                save_behind=arguments.save_behind,
-                keep=arguments.keep,
-                keep_every=arguments.keep_every,
-                wait_for_capacity_s=arguments.wait_for_capacity,
-                identity=identity_of(config),
-                accept_changes=arguments.accept_change,
-                from_step=arguments.from_step,
-                load_from=arguments.load_from,
-                trust_foreign=arguments.trust_foreign,
-                hangs=hang_limits(arguments),
-                node_strikes=arguments.node_strikes,
-            ),
-        )
+        ray_cluster.connect(num_workers if isinstance(num_workers, int) else num_workers[1])
+        trainer = _trainer(arguments, storage, name, config, num_workers)
     except (ValueError, TypeError) as error:
         print(f"pretrain: {error}", file=sys.stderr)
         return 2
@@ -252,6 +220,50 @@ def _train(
         is_same = arguments.name == name and arguments.from_step is None
         print(stopped_line(url, name, is_same=is_same))
     return 0
+
+
+def _trainer(
+    arguments: argparse.Namespace,
+    storage: str,
+    name: str,
+    config: dict[str, Any],
+    num_workers: int | tuple[int, int],
+) -> elastic.ElasticTrainer:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+    from elastic import ElasticConfig, ElasticTrainer
+
+    return ElasticTrainer(
+        train,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(
+            num_workers=num_workers,
+            use_gpu=ray_cluster.has_gpus(),
+            elastic_resize_monitor_interval_s=arguments.grow_interval,
+        ),
+        run_config=RunConfig(
+            name=name,
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=arguments.max_failures),
+        ),
+        elastic_config=ElasticConfig(
+            seed=arguments.seed,
+            save_every=arguments.save_every,
+            mtbf=mtbf_s(arguments),
+            save_behind=arguments.save_behind,
+            keep=arguments.keep,
+            keep_every=arguments.keep_every,
+            wait_for_capacity_s=arguments.wait_for_capacity,
+            identity=identity_of(config),
+            accept_changes=arguments.accept_change,
+            from_step=arguments.from_step,
+            load_from=arguments.load_from,
+            trust_foreign=arguments.trust_foreign,
+            hangs=hang_limits(arguments),
+            node_strikes=arguments.node_strikes,
+            notices=arguments.notices or "auto",
+        ),
+    )
 
 
 if __name__ == "__main__":

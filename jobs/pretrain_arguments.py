@@ -81,6 +81,7 @@ def _add_suspicions(found: argparse.ArgumentParser) -> None:
         metavar="N",
         help="failures within an hour after which a node is kept out; 0: never (default 3)",
     )
+    _add_notices(found)
 
 
 def _add_saving(found: argparse.ArgumentParser) -> None:
@@ -97,6 +98,16 @@ def _add_saving(found: argparse.ArgumentParser) -> None:
     found.add_argument("--save-behind", choices=("skip", "wait"), default="skip")
     found.add_argument("--keep", type=int, default=3, help="newest checkpoints to keep; -1 all")
     found.add_argument("--keep-every", type=int, help="also keep steps divisible by this")
+
+
+def _add_notices(found: argparse.ArgumentParser) -> None:
+    found.add_argument(
+        "--notices",
+        action="append",
+        metavar="SOURCE",
+        help="what says that a node will be taken: auto (default), none, aws, aws-rebalance, gcp, "
+        "file:PATH; repeatable",
+    )
 
 
 class InvalidInput(ValueError):

@@ -104,6 +104,7 @@ class Driver:
             run_id=run.run_id,
             last_words=LastWords(run.filesystem),
             usable_nodes=self._kept_out.answering,
+            notices=self._config.notices,
         )
         self._standstill = Standstill(
             self._config.hangs, group=self._group, filesystem=run.filesystem, post=self._post
@@ -306,7 +307,8 @@ class Driver:
     def _rounds(self) -> Rounds:
         rounds = Rounds(lambda: self._situation)
         rounds.add(self._record_progress, every_s=_PROGRESS_S)
-        rounds.add(self._flush, every_s=_FLUSH_S)
+        flush = self._run.metrics.flush
+        rounds.add(lambda: self._spawn(self._commits.in_order(flush)), every_s=_FLUSH_S)
         rounds.add(
             self._look_for_drains,
             every_s=_DRAINS_S,
@@ -325,9 +327,6 @@ class Driver:
     def _look_for_drains(self) -> None:
         generation = self._situation.generation
         self._spawn(self._drains.look(generation, self._group.members, self._lookout.thread))
-
-    def _flush(self) -> None:
-        self._spawn(self._commits.in_order(self._run.metrics.flush))
 
     def _wants_more(self, now: Situation) -> bool:
         is_small = now.world_size < self._config.rules.max_workers

@@ -42,6 +42,8 @@ class DriverConfig:
     hangs: HangLimits | None = None
     """None: nothing is taken for a hang."""
     strikes: StrikeRules = StrikeRules()
+    notices: tuple[str, ...] = ()
+    """The sources that say that a node will be taken: see `elastic.cluster.notices.sources`."""
     from_scratch: bool = False
     """Checkpoints of an earlier history may be left alone, and the run start at step 0."""
     from_step: int | None = None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.cluster.notices.sources import checked
 from elastic.policy.budgets import check_by_cause
 from elastic.policy.durations import parse_duration_s
 from elastic.policy.hangs import HangLimits
@@ -54,6 +55,10 @@ class ElasticConfig:
     """Failures put down to one node before it is kept out; 0: none ever is."""
     node_strikes_expire_s: float = 3600.0
     """Strikes count for so long, and a node that is kept out is let back in after it."""
+    notices: str | Sequence[str] = "auto"
+    """Where each node hears that it will be taken, and is left in time: one or several of `aws`,
+    `aws-rebalance`, `gcp` and `file:PATH`. `auto` is the cloud that the firmware of the machine
+    names, and nothing elsewhere; `none` asks nobody."""
     collective_timeout_s: float = 3600.0
     from_scratch: bool = False
     """Start at step 0 although the run has committed checkpoints that cannot be found."""
@@ -79,6 +84,7 @@ class ElasticConfig:
             raise ValueError(f"mtbf: {error}") from error
         check_by_cause(self.max_failures_by_cause)
         StrikeRules(limit=self.node_strikes, expire_s=self.node_strikes_expire_s)
+        checked(self.notices)
         if self.from_step is not None and self.from_step < 0:
             raise ValueError(f"from_step is the step of a checkpoint; found {self.from_step}")
         if self.from_step is not None and self.from_scratch:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -64,9 +64,9 @@ class Group:
         run_id: str,
         last_words: LastWords,
         usable_nodes: Callable[[], set[str]] = capacity.answering_nodes,
+        notices: Sequence[str] = (),
     ) -> None:
-        self._run_id = run_id
-        self._last_words = last_words
+        self._run_id, self._last_words = run_id, last_words
         self._usable_nodes = usable_nodes
         self._host = host
         self._post = post
@@ -78,7 +78,7 @@ class Group:
         self._joined: set[int] = set()
         self._all_joined = asyncio.Event()
         self._hung: dict[tuple[str, int], str] = {}
-        self.agents = NodeAgents()
+        self.agents = NodeAgents(notices)
         self._polling = Polling(host, on_thread=self.on_thread, post=post)
         self.members: list[GroupMember] = []
         """Of the newest generation, also after its end: what they held is free, or was lost."""

@@ -1,13 +1,15 @@
 """In a process of its own on each node of a run: looks at the run's processes there, and ends them.
 
 What a worker cannot do for itself: tell of a process that is stopped, or end one and its children.
-Linux only in part: elsewhere it ends processes, and their children are left. Must not import ray
-or torch, so that it starts at once and holds little memory.
+It also watches for notices that the node will be taken, and then has Ray drain it. Linux only in
+part: elsewhere it ends processes, and their children are left. Must not import ray or torch before
+there is a notice, so that it starts at once and holds little memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -18,6 +20,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from elastic.cluster.notices.notice import Notice
+from elastic.cluster.notices.sources import sources_of
+from elastic.cluster.notices.watch import Watch
+
+logger = logging.getLogger("elastic")
 
 _NOTE_S = 1.0
 _DUMP_S = 1.0
@@ -77,6 +85,20 @@ class NodeAgent:
         while (left := [one.pid for one in doomed if _runs(one)]) and time.monotonic() < until_s:
             time.sleep(0.01)
         return left
+
+    def watch_notices(self, names: Sequence[str], node_id: str, address: str) -> None:
+        """From now on have Ray drain this node when one of these sources says that it will go.
+
+        `address` is that of the cluster's control store.
+        """
+
+        def drain(notice: Notice) -> None:
+            from elastic.cluster.own_node import OwnNode
+
+            logger.warning("node %s will be taken: %s", node_id[:12], notice.text)
+            OwnNode(address, node_id).drain_at_last(notice, threading.Event())
+
+        Watch(sources_of(names, node_id=node_id), drain)
 
     def _keep_noting(self) -> None:
         while True:

@@ -30,9 +30,10 @@ def pids_by_node(members: Iterable[GroupMember]) -> dict[str, list[int]]:
 
 
 class NodeAgents:
-    """Use from the event loop only."""
+    """Use from the event loop only. `notices` are the names of what each agent watches."""
 
-    def __init__(self) -> None:
+    def __init__(self, notices: Sequence[str] = ()) -> None:
+        self._notices = list(notices)
         self._agents: dict[str, Any] = {}
 
     def adopt(self, pids_by_node: Mapping[str, Sequence[int]]) -> None:
@@ -68,7 +69,9 @@ class NodeAgents:
         if node_id not in self._agents:
             where = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
             made = ray.remote(num_cpus=0, max_concurrency=4)(NodeAgent)
-            self._agents[node_id] = made.options(scheduling_strategy=where).remote()
+            agent = self._agents[node_id] = made.options(scheduling_strategy=where).remote()
+            address = ray.get_runtime_context().gcs_address
+            agent.watch_notices.remote(self._notices, node_id, address)
         return self._agents[node_id]
 
     async def _ask(self, node_id: str, method: str, *args: Any, wait_s: float = _ANSWER_S) -> Any:

@@ -21,7 +21,7 @@ from elastic.importing import collector_paused
 
 with collector_paused():
     import ray
-    from ray.core.generated import gcs_pb2
+    from ray.core.generated import autoscaler_pb2, gcs_pb2
     from ray.exceptions import GetTimeoutError, RayActorError
     from ray.train import Checkpoint
     from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
@@ -62,9 +62,11 @@ with collector_paused():
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 __all__ = [
+    "ClusterView",
     "Controller",
     "GroupMember",
     "GroupStartError",
+    "find_cluster",
     "give_back",
     "launch",
     "read_draining_nodes",
@@ -632,3 +634,68 @@ def read_nodes() -> list[dict[str, Any]]:
         for node in ray.nodes()
         if node["Alive"] and node["NodeID"] not in draining
     ]
+
+
+def find_cluster(address: str | None) -> str:
+    """`host:port` of a cluster's control store; None: the one that this machine runs or is told of.
+
+    Raises:
+        ConnectionError: none is found, or several.
+        ValueError: it is no such address.
+    """
+    found: str = ray._private.services.canonicalize_bootstrap_address_or_die(address)
+    return found
+
+
+class ClusterView:
+    """A cluster as seen from a process that need be no part of it, and is no job of it.
+
+    While nobody answers at its address a call waits, and in the end Ray ends this whole process.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        options = ray._raylet.GcsClientOptions.create(
+            address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True
+        )
+        self._state = ray._private.state.GlobalState()
+        self._state._initialize_global_state(options)
+
+    def living_nodes(self) -> dict[str, tuple[str, str]]:
+        """Address and host name by node id of all nodes held for alive, draining or not."""
+        return {
+            node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerHostname"])
+            for node in self._state.node_table()
+            if node["Alive"]
+        }
+
+    def draining_nodes(self) -> dict[str, int]:
+        """See `read_draining_nodes`."""
+        found: dict[str, int] = self._state.get_draining_nodes()
+        return found
+
+    def holders(self, node_id: str) -> list[str]:
+        """The actors on a node that hold resources of it, as workers do: class names and pids."""
+        table = self._state._connect_and_get_accessor().get_actor_table(None, "ALIVE")
+        actors = [gcs_pb2.ActorTableData.FromString(raw) for raw in table]
+        return [
+            f"{actor.class_name} (pid {actor.pid})"
+            for actor in actors
+            if actor.address.node_id.hex() == node_id and any(actor.required_resources.values())
+        ]
+
+    def drain(self, node_id: str, message: str, deadline_ms: int, timeout_s: float) -> str | None:
+        """Have Ray drain a node, as one that is taken; None when it agrees, else why not.
+
+        Nothing is put on the node from then on, and it goes by itself once nothing runs there. Ray
+        ends nothing at the deadline, in ms since 1970; 0 is none. A later drain puts its own in
+        place of the earlier one. A node that there is not is drained already, for Ray.
+        """
+        is_accepted, why = ray._raylet.GcsClient(address=self._address).drain_node(
+            node_id,
+            autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+            message,
+            deadline_ms,
+            timeout=timeout_s,
+        )
+        return None if is_accepted else str(why)

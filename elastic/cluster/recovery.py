@@ -21,7 +21,8 @@ class Recovery:
 
     def reached(self, step: int) -> None:
         """A rank has finished this step."""
-        self._step = max(self._step, step)
+        if self._decided_s is None or not self._has_begun_anew:
+            self._step = max(self._step, step)  # else it is one of those that are done again
 
     def suspected(self) -> None:
         """The group stands still, and is looked at: if it has failed, the clock runs from here."""

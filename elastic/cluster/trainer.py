@@ -29,6 +29,7 @@ from elastic.cluster.driver import TrainingFailed
 from elastic.cluster.driver_actor import DriverActor
 from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.elastic_config import ElasticConfig
+from elastic.cluster.notices.sources import checked
 from elastic.cluster.ray_internals import launch
 from elastic.cluster.succession import Succession
 from elastic.policy.saves import SaveInterval
@@ -151,6 +152,7 @@ class ElasticTrainer(TorchTrainer):
             mix_accelerators=self.elastic_config.mix_accelerators,
             hangs=self.elastic_config.capped_hangs,
             strikes=self.elastic_config.strikes,
+            notices=checked(self.elastic_config.notices),
             from_scratch=self.elastic_config.from_scratch,
             from_step=self.elastic_config.from_step,
         )

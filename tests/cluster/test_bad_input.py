@@ -47,6 +47,12 @@ def test_impossible_sizes(workers: Any):
         make(scaling_config=ScalingConfig(num_workers=workers))
 
 
+@pytest.mark.parametrize("notices", ["azure", ["aws", "file:relative"]])
+def test_a_source_of_notices_that_there_is_not(notices: Any):
+    with pytest.raises(ValueError, match="notices come from auto"):
+        ElasticConfig(notices=notices)
+
+
 @pytest.mark.parametrize(
     "options",
     [

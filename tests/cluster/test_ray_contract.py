@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import elastic.cluster.ray_internals as internals
+from tests.cluster.local_cluster import LocalCluster
 
 SOURCE = Path(internals.__file__).read_text()
 
@@ -89,7 +90,13 @@ METHODS = {
     },
     "ray.train.v2._internal.util": {"bundle_to_remote_args": ["bundle"]},
     "ray._private.state": {"available_resources_per_node": []},
-    "ray._private.state:GlobalState": {"_connect_and_get_accessor": ["self"]},
+    "ray._private.state:GlobalState": {
+        "_initialize_global_state": ["self", "gcs_options"],
+        "_connect_and_get_accessor": ["self"],
+        "node_table": ["self"],
+        "get_draining_nodes": ["self"],
+    },
+    "ray._private.services": {"canonicalize_bootstrap_address_or_die": ["addr"]},
     "ray.actor:ActorHandle": {"_actor_id": []},
 }
 
@@ -179,6 +186,24 @@ def test_members_of_ray_state_and_worker_metadata():
     ]
     assert callable(SynchronizationActor.__ray_metadata__.modified_class.reset)
     assert callable(ray._private.state.state.get_draining_nodes)
+    assert callable(ray._raylet.GcsClientOptions.create)
+    assert hasattr(ray._private.ray_constants, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")
+    from ray.core.generated import autoscaler_pb2, gcs_pb2
+
+    assert autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION") > 0
+    fields = gcs_pb2.ActorTableData.DESCRIPTOR.fields_by_name
+    assert {"class_name", "pid", "address", "required_resources"} <= set(fields)
+
+
+def test_calls_of_compiled_code_that_only_a_cluster_can_show(three_nodes: LocalCluster):
+    """The node to drain is none of the cluster's, which stays as it is; Ray agrees to that."""
+    view = internals.ClusterView(three_nodes.address)
+    no_node = "ab" * 28
+    assert view.drain(no_node, "a test", deadline_ms=0, timeout_s=5.0) is None
+    assert no_node not in view.draining_nodes()
+    living = view.living_nodes()
+    assert {node.node_id for node in three_nodes.nodes} < set(living)
+    assert [view.holders(node_id) for node_id in living] == [[]] * len(living)
 
 
 def test_a_placement_group_tells_who_made_it():
@@ -199,7 +224,7 @@ def test_every_private_name_in_the_module_is_listed_above():
     """A new use of a private name must be added to the contract."""
     listed = {name for names in METHODS.values() for name in names}
     listed |= {name for names in ATTRIBUTES.values() for name in names}
-    own = {"_Group", "_WatchedWorker", "_member", "_worker_cls"}
+    own = {"_Group", "_WatchedWorker", "_member", "_worker_cls", "_address", "_state"}
     own |= {
         "_watches",
         "_forget_reports",
