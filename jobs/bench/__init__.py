@@ -1,6 +1,6 @@
-"""The benchmarks: what a failure costs under our service and its rivals, what a new node costs, and
-what peace costs.
+"""The benchmarks: what a failure and a preemption cost under our service and its rivals, what a new
+node costs, and what peace costs.
 
-`python -m jobs.bench recovery`, `growth` and `overhead`. Nothing under `elastic/` imports this
-package.
+`python -m jobs.bench recovery`, `growth`, `preemption` and `overhead`. Nothing under `elastic/`
+imports this package.
 """

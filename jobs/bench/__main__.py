@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -14,14 +15,20 @@ from jobs.bench.faults import FAULTS
 from jobs.bench.network import why_unavailable
 from jobs.bench.sizes import parse_bytes
 
+_STDOUT = "-"
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if problem := options.check(options):
         parser.error(problem)
-    result: dict[str, Any] = options.run(options)
-    if options.json:
+    # Where the JSON goes to stdout, it has that for itself.
+    with contextlib.redirect_stdout(sys.stderr if options.json == _STDOUT else sys.stdout):
+        result: dict[str, Any] = options.run(options)
+    if options.json == _STDOUT:
+        print(json.dumps(result, indent=2))
+    elif options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
         print(f"written to {options.json}")
@@ -41,6 +48,11 @@ def _fault_reaches_engines(options: argparse.Namespace) -> str:
     if FAULTS[options.fault].needs_namespaces and (problem := why_unavailable()):
         return f"--fault {options.fault}: {problem}"
     return ""
+
+
+def _engines_need_ray(options: argparse.Namespace) -> str:
+    beyond = [name for name in options.engines if not ENGINES[name].needs_cluster]
+    return f"nodes of Ray are preempted, and {', '.join(beyond)} has none" if beyond else ""
 
 
 def _nothing_to_check(options: argparse.Namespace) -> str:
@@ -68,6 +80,19 @@ def _growth(options: argparse.Namespace) -> dict[str, Any]:
     bench = Bench(
         num_repeats=1 if options.quick else options.repeats,
         save_every_steps=6 if options.quick else 20,
+    )
+    result = bench.run(_say)
+    print(table(result))
+    return result
+
+
+def _preemption(options: argparse.Namespace) -> dict[str, Any]:
+    from jobs.bench.preemption import WORLD_RANKS, Bench, table
+
+    bench = Bench(
+        engines=[ENGINES[name] for name in options.engines],
+        world_ranks=WORLD_RANKS[:1] if options.quick else WORLD_RANKS,
+        steps_between=20 if options.quick else 40,
     )
     result = bench.run(_say)
     print(table(result))
@@ -112,13 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         "recovery", help="time from a fault to the first new step, and the steps lost"
     )
     recovery.add_argument("--fault", choices=sorted(FAULTS), default="worker")
-    recovery.add_argument(
-        "--engines",
-        type=_engine_names,
-        default=list(DEFAULT_ENGINES),
-        metavar="NAME,...",
-        help=f"of {', '.join(ENGINES)}",
-    )
+    _take_engines(recovery, list(ENGINES), default=list(DEFAULT_ENGINES))
     recovery.add_argument("--repeats", type=_positive, default=5, metavar="N")
     recovery.add_argument(
         "--state-bytes",
@@ -135,6 +154,14 @@ def _parser() -> argparse.ArgumentParser:
     growth.add_argument("--repeats", type=_positive, default=5, metavar="N")
     growth.set_defaults(run=_growth, check=_nothing_to_check)
 
+    preemption = commands.add_parser(
+        "preemption",
+        help="steps and seconds wasted when spot nodes go after a notice, and others come",
+    )
+    on_ray = [name for name, engine in ENGINES.items() if engine.needs_cluster]
+    _take_engines(preemption, on_ray, default=["elastic", "ray-train"])
+    preemption.set_defaults(run=_preemption, check=_engines_need_ray)
+
     overhead = commands.add_parser(
         "overhead", help="step time of the service against the same loop without it"
     )
@@ -145,11 +172,17 @@ def _parser() -> argparse.ArgumentParser:
 
     intervals = _add_intervals(commands)
 
-    for command in (recovery, growth, overhead, intervals):
+    for command in (recovery, growth, preemption, overhead, intervals):
         command.add_argument(
             "--quick", action="store_true", help="smaller and less sure: a check that it works"
         )
-        command.add_argument("--json", metavar="PATH", help="write the result there")
+        command.add_argument(
+            "--json",
+            nargs="?",
+            const=_STDOUT,
+            metavar="PATH",
+            help="write the result there; without a path to stdout, and all else to stderr",
+        )
     return parser
 
 
@@ -173,6 +206,18 @@ def _add_intervals(commands: Any) -> argparse.ArgumentParser:
         )
     intervals.set_defaults(run=_intervals, check=_nothing_to_check)
     return intervals
+
+
+def _take_engines(
+    command: argparse.ArgumentParser, names: list[str], *, default: list[str]
+) -> None:
+    command.add_argument(
+        "--engines",
+        type=_engine_names,
+        default=default,
+        metavar="NAME,...",
+        help=f"of {', '.join(names)}",
+    )
 
 
 def _engine_names(text: str) -> list[str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +41,7 @@ class LocalCluster:
         num_nodes: int,
         cpus_per_node: int,
         fast_health_checks: bool,
+        same_priority: bool,
     ) -> None:
         from ray.cluster_utils import Cluster
 
@@ -50,9 +53,12 @@ class LocalCluster:
             "dashboard_port": 0,  # any free one: another Ray may be running here
             "temp_dir": str(directory / "ray"),
         }
-        if fast_health_checks:
-            # A copy, for Ray writes into it where this cluster spills: the next would go there too.
-            head["_system_config"] = dict(FAST_HEALTH_CHECKS)
+        # A copy, for Ray writes into it where this cluster spills: the next would go there too.
+        settings = dict(FAST_HEALTH_CHECKS) if fast_health_checks else {}
+        if same_priority:
+            settings["worker_niceness"] = 0
+        if settings:
+            head["_system_config"] = settings
         self.directory = directory
         self._processes = processes
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -72,6 +78,19 @@ class LocalCluster:
         """SIGKILL to every daemon of the node; its workers notice by themselves."""
         self._processes.note()
         self._cluster.remove_node(self._node(node_id), allow_graceful=False)
+
+    def drain_node(self, node_id: str, deadline_s: int) -> None:
+        """Tell Ray that the node will be taken away in `deadline_s` seconds, as clouds announce it.
+
+        Raises CalledProcessError when Ray refuses.
+        """
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "drain-node"),
+            *("--address", self.address, "--node-id", node_id),
+            *("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"),
+            *("--deadline-remaining-seconds", str(deadline_s)),
+        ]
+        subprocess.run(command, check=True, capture_output=True)
 
     def kill_raylet(self, node_id: str) -> None:
         """SIGKILL to the node's raylet alone."""
@@ -94,9 +113,16 @@ class LocalCluster:
 
 @contextlib.contextmanager
 def local_cluster(
-    *, num_nodes: int = 3, cpus_per_node: int = 1, fast_health_checks: bool
+    *,
+    num_nodes: int = 3,
+    cpus_per_node: int = 1,
+    fast_health_checks: bool,
+    same_priority: bool = False,
 ) -> Iterator[LocalCluster]:
-    """A running cluster and a directory of its own; on the way out all of it is gone."""
+    """A running cluster and a directory of its own; on the way out all of it is gone.
+
+    With `same_priority` workers do not yield to Ray's own processes, as they do by Ray's default.
+    """
     import ray  # noqa: F401  (sets its logger's level when imported, so it has to come first)
 
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -112,6 +138,7 @@ def local_cluster(
             num_nodes=num_nodes,
             cpus_per_node=cpus_per_node,
             fast_health_checks=fast_health_checks,
+            same_priority=same_priority,
         )
         # In this order, and before the directory goes, of which reaping makes a part again.
         undo.callback(cluster.reap)

@@ -79,8 +79,10 @@ def wait_for(
     process: EngineProcess,
     deadline_s: float,
     what: str,
+    *,
+    interval_s: float = 0.05,
 ) -> T:
-    """The first true answer of `poll`.
+    """The first true answer of `poll`, which is asked each `interval_s`.
 
     Raises MeasurementFailed when the engine ends before, or does not get there by the deadline.
     """
@@ -100,7 +102,7 @@ def wait_for(
                 f"the engine did not {what} within {deadline_s:.0f} s; "
                 f"its last output:\n{process.tail()}"
             )
-        time.sleep(0.05)
+        time.sleep(interval_s)
 
 
 def connect(address: str) -> None:

@@ -38,13 +38,17 @@ def train(config: dict[str, Any]) -> None:
     _resume(state)
     recorder.write("load")
     samples = workload.Samples()
+    is_saved = False
     while state.step < plan.num_steps:
         state.step += 1
         batch = workload.batch_of(samples, state.step, dist.get_rank(), dist.get_world_size())
         workload.train_step(model, optimizer, batch)
         time.sleep(plan.device_time_s)
         recorder.write("step", step=state.step)
-        if state.step % plan.save_every_steps == 0:
+        # As the documentation of get_preemption_info has it: once, and training goes on.
+        is_notified = plan.saves_on_preemption and ray.train.get_preemption_info() is not None
+        if state.step % plan.save_every_steps == 0 or (is_notified and not is_saved):
+            is_saved = is_notified
             _save(state)
 
 
@@ -83,7 +87,10 @@ def main(argument: str) -> None:
         train,
         train_loop_config=vars(plan),
         torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ray.train.ScalingConfig(num_workers=(1, plan.num_workers)),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=(1, plan.num_workers),
+            elastic_resize_monitor_interval_s=plan.grow_interval_s,
+        ),
         run_config=ray.train.RunConfig(
             name="bench",
             storage_path=plan.directory,

@@ -31,10 +31,14 @@ class Plan:
     device_time_s: float = 0.05
     # Of model and optimizer together, over all ranks; 0 is the small model as it is.
     state_bytes: int = 0
+    # How often a group that could be larger is looked at. This is Ray Train's default.
+    grow_interval_s: float = 60.0
+    # Of Ray Train alone, which asks each step whether a node is about to go, and then saves; our
+    # service does so unasked.
+    saves_on_preemption: bool = False
     # Of our service alone; rivals pass them by.
     recovery: str = "warm"
     hang_limit_s: float | None = None
-    grow_interval_s: float = 60.0
 
     @property
     def kill_at_step(self) -> int:

@@ -95,7 +95,7 @@ def measure_growth(events: Sequence[Event], added_s: float) -> Growth | None:
         return None
     time_s, step, group = min(finished)
     old = [of for of in by_group.values() if of[0]["world_size"] <= before_size]
-    old_s = sorted(s for of in old for s in _finished_s(of).values() if s < time_s)
+    old_s = sorted(s for of in old for s in finish_times_s(of).values() if s < time_s)
     old_steps = [e["step"] for of in old for e in of if e["event"] == "step"]
     if len(old_s) < 2:
         return None
@@ -117,12 +117,12 @@ def _entered_s(of_group: Sequence[Event]) -> float:
 
 def _first_finished(of_group: Sequence[Event]) -> tuple[float, int, str] | None:
     """(time of its last rank, step, group) of the lowest step that every rank logged."""
-    finished_s = _finished_s(of_group)
+    finished_s = finish_times_s(of_group)
     step = min(finished_s, default=None)
     return None if step is None else (finished_s[step], step, of_group[0]["group"])
 
 
-def _finished_s(of_group: Sequence[Event]) -> dict[int, float]:
+def finish_times_s(of_group: Sequence[Event]) -> dict[int, float]:
     """For every step that every rank logged the time of the last of them."""
     times_s: dict[int, dict[int, float]] = defaultdict(dict)
     for event in of_group:

@@ -8,8 +8,6 @@ goes on two seconds after its deadline at the latest, from the checkpoint before
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,13 +64,7 @@ def _drain(cluster: LocalCluster, job: SoakJob, world_rank: int, deadline_s: int
     member = job.ranks()[world_rank]
     num_before = len(job.events("recovered"))
     begun_s = time.time()
-    command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "drain-node"),
-        *("--address", cluster.address, "--node-id", member["node_id"]),
-        *("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "soak"),
-        *("--deadline-remaining-seconds", str(deadline_s)),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    cluster.drain_node(member["node_id"], deadline_s)
     left: LedgerEvent = job.wait_for("re-form without it", lambda: _next(job, num_before))
     job.wait_for("end of its worker", lambda: not Path(f"/proc/{member['pid']}").exists())
     free_s = time.time() - begun_s

@@ -114,6 +114,27 @@ def test_quick_growth_writes_what_checks_rely_on(mark: str, tmp_path: Path) -> N
     assert directories() <= before
 
 
+def test_quick_preemption_writes_what_checks_rely_on(mark: str) -> None:
+    before = directories()
+    process = bench(mark, "preemption", "--engines", "elastic", "--quick", "--json")
+
+    output, _ = process.communicate(timeout=180)
+
+    assert process.returncode == 0, output
+    result = json.loads(output[output.index("{\n") :])
+    measured = result["engines"]["elastic"]
+    assert (result["failures"], result["share_of_wasted_s"]) == ([], {})
+    assert measured["wasted_steps"] == 0
+    assert measured["wasted_s"] > 0
+    (preemption,) = measured["preemptions"]
+    assert 0 == preemption["noticed_s"] < preemption["lost_s"] < preemption["replaced_s"]
+    changes = [still for still in measured["standstills"] if still["group_changed"]]
+    assert [still["world_size"] for still in changes] == [2, 3]
+    assert changes[0]["begun_s"] < preemption["lost_s"], "it left before it had to"
+    assert carrying(mark) == {}
+    assert directories() <= before
+
+
 def test_a_measurement_ends_orphans_too_when_it_is_terminated() -> None:
     """A worker whose raylet was killed has no parent left that would end it."""
     orphans: list[int] = []

@@ -17,6 +17,7 @@ from elastic.policy.situation import Rules
 
 FILE = Path(__file__).resolve().parents[2] / "cluster.yaml"
 TEXT = FILE.read_text(encoding="utf-8")
+ADDRESS = "$RAY_HEAD_IP:6379"
 
 
 def ray_file(path: str) -> Path:
@@ -35,8 +36,11 @@ def node_types(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def head_start(config: dict[str, Any]) -> list[str]:
-    command = config["head_start_ray_commands"][-1]
-    return shlex.split(command.split("; ", 1)[1])
+    return shlex.split(commands_with(config, "head_start", "ray start")[0].split("; ", 1)[1])
+
+
+def commands_with(config: dict[str, Any], when: str, words: str) -> list[str]:
+    return [command for command in config[f"{when}_ray_commands"] if words in command]
 
 
 def test_rays_own_schema_accepts_it(config: dict[str, Any]) -> None:
@@ -106,3 +110,85 @@ def test_what_is_copied_to_the_nodes_exists_and_can_be_installed(config: dict[st
 
 def test_five_lines_are_the_users_to_edit() -> None:
     assert re.findall(r"# EDIT (\d)", TEXT) == ["1", "2", "3", "4", "5"]
+
+
+def test_each_worker_has_a_node_agent_that_outlives_the_command_that_starts_it(
+    config: dict[str, Any],
+) -> None:
+    (command,) = commands_with(config, "worker_start", "elastic node agent")
+    words = shlex.split(command)
+    # The launcher's shell waits for all that holds its output, and takes along its own session.
+    assert words[:2] == ["setsid", "-f"]
+    assert words[-3:] == ["</dev/null", ">>/tmp/elastic-node-agent.log", "2>&1"]
+    agent = words[words.index("elastic") : words.index("</dev/null")]
+    assert agent == ["elastic", "node", "agent", "--source", "aws", "--address", ADDRESS]
+    (join,) = commands_with(config, "worker_start", "ray start")
+    assert f"--address={ADDRESS} " in join, "the agent is to drain a node of the same cluster"
+
+
+def test_the_containers_reach_the_metadata_service_without_a_higher_hop_limit() -> None:
+    launcher = ray_file("ray/autoscaler/_private/docker.py").read_text(encoding="utf-8")
+    assert '"--net=host"' in launcher
+
+
+def test_prometheus_collects_what_ray_lists_and_listens_on_loopback_only(
+    config: dict[str, Any],
+) -> None:
+    (command,) = commands_with(config, "head_start", "prometheus")
+    words = shlex.split(command)
+    assert words[:3] == ["setsid", "-f", "prometheus"]
+    assert "--web.listen-address=127.0.0.1:9090" in words
+    assert words[-3:] == ["</dev/null", ">/tmp/prometheus.log", "2>&1"]
+    consts = ray_file("ray/dashboard/consts.py").read_text(encoding="utf-8")
+    assert "PROMETHEUS_CONFIG_INPUT_PATH" in command
+    assert "PROMETHEUS_CONFIG_INPUT_PATH =" in consts, "its name in this Ray is another one"
+    export = "ray/dashboard/modules/metrics/export/prometheus/prometheus.yml"
+    scraped = yaml.safe_load(ray_file(export).read_text(encoding="utf-8"))["scrape_configs"]
+    assert scraped[0]["file_sd_configs"][0]["files"] == [
+        "/tmp/ray/prom_metrics_service_discovery.json"
+    ]
+
+
+@pytest.fixture
+def on_gcp(config: dict[str, Any]) -> dict[str, Any]:
+    """cluster.yaml with the parts that the README gives for GCP."""
+    readme = (FILE.parent / "README.md").read_text(encoding="utf-8")
+    (changes,) = re.findall(r"```yaml\n(provider:.*?)```", readme, re.DOTALL)
+    return config | yaml.safe_load(changes)
+
+
+def test_the_gcp_variant_of_the_readme_is_accepted_by_rays_schema(on_gcp: dict[str, Any]) -> None:
+    schema = json.loads(ray_file("ray/autoscaler/ray-schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(on_gcp, schema)
+    assert on_gcp["provider"].keys() >= {"region", "availability_zone", "project_id"}
+    assert "aws" not in json.dumps(on_gcp), "something is still of the other cloud"
+
+
+def test_the_gcp_variant_has_the_shape_of_cluster_yaml(
+    on_gcp: dict[str, Any], node_types: dict[str, Any]
+) -> None:
+    kinds = on_gcp["available_node_types"]
+    assert kinds.keys() == node_types.keys()
+    assert "scheduling" not in kinds["head"]["node_config"]
+    assert kinds["head"]["resources"]["CPU"] == kinds["head"]["max_workers"] == 0
+    for name in ("spot-a", "spot-b"):
+        assert kinds[name]["max_workers"] == node_types[name]["max_workers"]
+        assert kinds[name]["resources"]["GPU"] == kinds["spot-a"]["resources"]["GPU"]
+        assert kinds[name]["node_config"]["scheduling"]["provisioningModel"] == "SPOT"
+    (ours,) = commands_with(on_gcp, "worker_start", "elastic node agent")
+    (aws,) = commands_with(yaml.safe_load(TEXT), "worker_start", "elastic node agent")
+    assert ours == aws.replace("--source aws", "--source gcp")
+
+
+def test_the_readme_needs_six_commands_to_a_run_on_spot_nodes() -> None:
+    readme = (FILE.parent / "README.md").read_text(encoding="utf-8")
+    section = readme.split("in six commands\n", 1)[1].split("**On GCP**", 1)[0]
+    commands = re.findall(r"^    (\S.*)$", section, re.MULTILINE)
+    assert [shlex.split(command)[0] for command in commands] == [
+        "pip",
+        "${EDITOR:-vi}",
+        "ray",
+        "ray",
+        "elastic",
+        "elastic",
+    ]
