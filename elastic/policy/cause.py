@@ -92,17 +92,18 @@ _DATA_FILES = ("/torch/utils/data/", "/elastic/training/data.py", "/torchdata/")
 def of_error(type_name: str, message: str, traceback: str = "") -> Told:
     """What an exception tells. `type_name` is its bare class name.
 
-    An exception of a class that user code raises on its own account, or that a `raise` in user
-    code has raised, is the user's, whatever it says; the data's where it came out of a data loader.
+    An exception of a class that user code raises on its own account is the user's, whatever it
+    says, or the data's where it came out of a data loader. So is one that says what victims say and
+    was raised by a `raise` in user code.
     """
     if told := _of_loader(message, traceback):
         return told
-    if type_name in _OWN_TYPES or _is_raised_by_user(type_name, traceback):
-        cause = Cause.DATA if _is_of_data(traceback) else Cause.USER_EXCEPTION
-        return Told(cause=cause, evidence=_line(f"{type_name}: {message}"))
+    if type_name in _OWN_TYPES:
+        return _of_type(type_name, message, traceback)
     if type_name == "MemoryError":
         return Told(cause=Cause.HOST_MEMORY, evidence=_line(f"{type_name}: {message}"))
-    if type_name in _TEXT_TYPES and (told := _found(ERROR_SIGNS, [message])):
+    told = _found(ERROR_SIGNS, [message]) if type_name in _TEXT_TYPES else None
+    if told and not (told.is_victim and _is_raised_by_user(type_name, traceback)):
         return told
     return _of_type(type_name, message, traceback)
 

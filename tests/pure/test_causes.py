@@ -95,6 +95,10 @@ def test_who_raised_a_runtime_error_decides_where_the_traceback_tells():
     assert of_error("RuntimeError", text, raised).cause is Cause.USER_EXCEPTION
     for traceback in ("", called, wrapped, library):
         assert is_victim("RuntimeError", text, traceback)
+    # Who raises that has run out of memory, has.
+    said = 'raise RuntimeError("CUDA out of memory")'
+    again = RAISED.format("/home/me/train.py", said)
+    assert of_error("RuntimeError", "CUDA out of memory", again).cause is Cause.CUDA_MEMORY
 
 
 # --- several reports together -----------------------------------------------------------------
