@@ -21,6 +21,10 @@ from elastic.importing import collector_paused
 
 with collector_paused():
     import ray
+    from ray._private.authentication.authentication_token_setup import (
+        ensure_token_if_auth_enabled,
+        maybe_enable_token_auth_if_token_available,
+    )
     from ray.core.generated import autoscaler_pb2, gcs_pb2
     from ray.exceptions import GetTimeoutError, RayActorError
     from ray.train import Checkpoint
@@ -639,11 +643,16 @@ def read_nodes() -> list[dict[str, Any]]:
 def find_cluster(address: str | None) -> str:
     """`host:port` of a cluster's control store; None: the one that this machine runs or is told of.
 
+    Makes ready for a cluster that wants a token, as `ray.init` does for the same address.
+
     Raises:
         ConnectionError: none is found, or several.
         ValueError: it is no such address.
     """
     found: str = ray._private.services.canonicalize_bootstrap_address_or_die(address)
+    if address is None:
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    ensure_token_if_auth_enabled(create_token_if_missing=False)
     return found
 
 

@@ -115,7 +115,8 @@ def two_more(cluster: LocalCluster) -> Iterator[None]:
         yield
     finally:
         view = ClusterView(cluster.address)
-        stay = set(view.living_nodes()) - set(view.draining_nodes())
+        draining = set(view.draining_nodes())  # first: once idle they go, and are in neither
+        stay = set(view.living_nodes()) - draining
         for node_id in [node.node_id for node in cluster.nodes]:
             if node_id not in stay:
                 cluster.remove(node_id)

@@ -96,6 +96,10 @@ METHODS = {
         "node_table": ["self"],
         "get_draining_nodes": ["self"],
     },
+    "ray._private.authentication.authentication_token_setup": {
+        "ensure_token_if_auth_enabled": ["system_config", "create_token_if_missing"],
+        "maybe_enable_token_auth_if_token_available": ["warn_if_disabled"],
+    },
     "ray._private.services": {"canonicalize_bootstrap_address_or_die": ["addr"]},
     "ray.actor:ActorHandle": {"_actor_id": []},
 }
