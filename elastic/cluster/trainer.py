@@ -135,6 +135,8 @@ class ElasticTrainer(TorchTrainer):
 
         drivers = Succession(filesystem, self._driver_config(), launch_driver)
         grace_s = self.elastic_config.grace_s(os.environ)
+        if not ray.is_initialized():
+            ray.init()  # which sets signal handlers of its own: ours come after it
         with _stop_on_signals(drivers.stop, grace_s), _not_begun_in_few_words():
             outcome = drivers.outcome(on_status)
         return self._result(filesystem, outcome)
