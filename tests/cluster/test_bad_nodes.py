@@ -29,7 +29,7 @@ FLAGS = (
 )
 
 
-CAUSE = "worker_died"
+CAUSE = "worker_killed"
 
 
 # --- what fits, with and without them -------------------------------------------------------------
@@ -178,6 +178,6 @@ def test_its_other_ranks_are_left_after_a_save(connected: LocalCluster, tmp_path
     assert [event.data["new_world_size"] for event in fit.events("recovered")] == [5, 4]
     assert fit.events("recovered")[-1].data["lost_steps"] == 0
     (noticed,) = fit.events("drain_noticed")
-    assert noticed.reason.endswith("1 strike: worker_died 1, which is kept out")
+    assert noticed.reason.endswith(f"1 strike: {CAUSE} 1, which is kept out")
     fit.stop()
     fit.join()
