@@ -173,7 +173,8 @@ def _after_death(now: Strikes, word: Word) -> Strikes:
 def _after_decision(now: Strikes, word: Word) -> Strikes:
     node = _node(word.data) or now.places.get((word.generation, word.world_rank))
     cause = str(word.data.get("cause", ""))
-    if node is None or cause not in _SILENT | _LOUD:
+    # A hang is told with the death of who was at fault; who only waited too long was not.
+    if node is None or cause == "hang" or cause not in _SILENT | _LOUD:
         return now
     around = {one for time_s, one in now.deaths if word.time_s - time_s <= _TOGETHER_S}
     if cause in _SILENT and around - {node.node_id}:

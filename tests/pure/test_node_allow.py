@@ -44,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ARun]:
                 ago_s - 10,
                 generation=generation,
                 world_rank=rank,
-                data={"cause": "cuda_error" if generation else "hang"},
+                data={"cause": "cuda_error" if generation else "worker_killed"},
             )
         due = keep_out(made)
         made.event(due.kind, 680.0, reason=due.reason, data=due.data)
@@ -66,7 +66,7 @@ def test_status_names_the_node_why_until_when_and_what_to_do(run: ARun) -> None:
     text = status_text(run.status())
     (line,) = [line for line in text.splitlines() if line.startswith("kept out")]
     assert line == (
-        "kept out    node abababababab (10.0.0.3): 3 strikes in 5 min: cuda_error 2, hang 1; "
+        "kept out    node abababababab (10.0.0.3): 3 strikes in 5 min: cuda_error 2, worker_killed 1; "
         f"until 2027-01-15 08:48 UTC, or `elastic node allow {run.root} abababababab`"
     )
 
@@ -75,7 +75,7 @@ def test_status_in_json_has_every_strike(run: ARun) -> None:
     (found,) = run.status().kept_out
     assert (found.node_id, found.node_ip) == (BAD, "10.0.0.3")
     assert found.until_s == NOW_S - 690 + 3600
-    assert [one["cause"] for one in found.strikes] == ["hang", "cuda_error", "cuda_error"]
+    assert [one["cause"] for one in found.strikes] == ["worker_killed", "cuda_error", "cuda_error"]
     assert [one["time_s"] for one in found.strikes] == [NOW_S - ago for ago in (990, 790, 690)]
 
 

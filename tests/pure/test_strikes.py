@@ -70,6 +70,8 @@ class History:
         """A group is started, and fails for one rank; what follows from it."""
         self.start(time_s)
         rank = self.nodes.index(node)
+        if cause == "hang":
+            died = {"hang": "its process is stopped", **died}
         if cause in ("worker_killed", "hang", "host_memory"):
             self.tell("worker_died", time_s, rank, node_id=node, node_ip=f"10.0.0.{rank}", **died)
         self.tell("failure_decided", time_s, rank, cause=cause)
@@ -134,6 +136,13 @@ def test_a_failure_is_one_strike_however_often_it_is_told() -> None:
     assert [one.cause for one in run.now.strikes] == ["hang", "cuda_error"]
     run.tell("failure_decided", 99.0, 1, cause="ecc_error")
     assert [one.cause for one in run.now.strikes] == ["hang", "ecc_error"]
+
+
+def test_a_rank_that_waited_too_long_for_others_is_not_to_blame() -> None:
+    run = History()
+    run.start(0.0)
+    run.tell("failure_decided", 1.0, 1, cause="hang")
+    assert run.now.strikes == ()
 
 
 def test_a_rank_that_hangs_while_others_re_form_is_a_strike_too() -> None:
