@@ -18,12 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from elastic.policy.retention import Retention
 from elastic.policy.saves import SaveInterval
 from elastic.storage.claim import RunSpec
-from elastic.training import process_group
 from elastic.training.membership import TrainingConfig
 from elastic.training.run import Run
 from elastic.training.standalone import train_standalone
 from elastic.training.torchrun import Place, Torchrun
-from tests.dist.standalone_run import Numbers
+from tests.dist.standalone_run import Numbers, own_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +48,6 @@ class Counted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(nn.functional.dropout(self.norm(x), 0.2))
-
-
-def own_store(rank: int) -> dist.Store:
-    """A store that outlives every start, in place of the helper's group."""
-    server = process_group.open_store("127.0.0.1") if rank == 0 else None
-    port = [server.port if server else 0]
-    dist.broadcast_object_list(port, src=0)
-    dist.barrier()
-    dist.destroy_process_group()
-    return server or dist.TCPStore("127.0.0.1", port[0], is_master=False, wait_for_workers=False)
 
 
 def launcher(rank: int, world_size: int) -> Torchrun:

@@ -19,6 +19,7 @@ import yaml
 
 from elastic.policy.durations import parse_duration_s
 from elastic.policy.situation import Rules
+from elastic.verbs.node import node
 from jobs.pretrain_arguments import parser
 from tests.pure.test_cluster_yaml import TEXT as CLUSTER_TEXT
 from tests.pure.test_cluster_yaml import commands_with, head_start, ray_file
@@ -211,11 +212,10 @@ def test_the_job_is_one_that_can_be_submitted_again(
 
 
 def test_the_commands_about_nodes_are_those_that_there_are(workers: dict[str, Any]) -> None:
-    verb = pytest.importorskip("elastic.verbs.node")
     hook = container(workers)["lifecycle"]["preStop"]["exec"]["command"]
     agent = shlex.split(commands_with(yaml.safe_load(CLUSTER_TEXT), "worker_start", "agent")[0])
     for words in (hook, agent[agent.index("elastic") : agent.index("</dev/null")]):
         assert words[:2] == ["elastic", "node"]
-        command = verb.node.commands[words[2]]
+        command = node.commands[words[2]]
         arguments = [word.replace("$RAY_HEAD_IP", "192.0.2.1") for word in words[3:]]
         assert command.make_context(words[2], arguments).params["as_json"] is False
