@@ -76,6 +76,7 @@ _BACKING_OFF = "backing off for"
 # What is kept of the time until the run's processes are killed, to close the run and to exit.
 _EXIT_S = 0.7
 _ENDED_S = 0.5
+_SAME_DEADLINE_S = 1.0
 
 Handler = Callable[[Rules, Situation, Event, float], Decision]
 
@@ -906,7 +907,7 @@ def _nodes_draining(rules: Rules, now: Situation, event: Event, time_s: float) -
     there is just time enough for the save.
     """
     assert isinstance(event, NodesDraining)
-    if event.world_ranks <= now.draining:
+    if _is_known(now, event, time_s):
         return Decision(situation=now)
     new, record = _note_drain(now, event, time_s)
     if _num_alive(new) >= rules.min_workers or new.gone_by_s is None or not rules.warm:
@@ -919,8 +920,22 @@ def _nodes_draining(rules: Rules, now: Situation, event: Event, time_s: float) -
     return Decision(situation=new, commands=(record, LookForCapacity()), reason=reason)
 
 
+def _is_known(now: Situation, event: NodesDraining, time_s: float) -> bool:
+    """Nodes are told again and again; news is one more of them, or an earlier end."""
+    if not event.world_ranks <= now.draining:
+        return False
+    told_s = _gone_by_s(event, time_s)
+    return told_s is None or (
+        now.gone_by_s is not None and told_s > now.gone_by_s - _SAME_DEADLINE_S
+    )
+
+
+def _gone_by_s(event: NodesDraining, time_s: float) -> float | None:
+    return None if event.remaining_s is None else time_s + event.remaining_s
+
+
 def _note_drain(now: Situation, event: NodesDraining, time_s: float) -> tuple[Situation, Record]:
-    gone_by_s = None if event.remaining_s is None else time_s + event.remaining_s
+    ends_s = [end_s for end_s in (now.gone_by_s, _gone_by_s(event, time_s)) if end_s is not None]
     verdict = departure.choose(now.pace, event.remaining_s)
     record = Record(
         kind="drain_noticed",
@@ -934,7 +949,13 @@ def _note_drain(now: Situation, event: NodesDraining, time_s: float) -> tuple[Si
             "predicted": verdict.text,
         },
     )
-    new = replace(now, draining=event.world_ranks, gone_by_s=gone_by_s, drain_detail=event.detail)
+    is_all = now.draining <= event.world_ranks
+    new = replace(
+        now,
+        draining=now.draining | event.world_ranks,
+        gone_by_s=min(ends_s, default=None),
+        drain_detail=event.detail if is_all else f"{now.drain_detail}; {event.detail}",
+    )
     return new, record
 
 
@@ -945,12 +966,12 @@ def _told(ranks: frozenset[int]) -> str:
 def _more_draining(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     """Nodes about to go while the group leaves already: it leaves them all at once."""
     assert isinstance(event, NodesDraining)
-    if event.world_ranks <= now.draining:
+    if _is_known(now, event, time_s):
         return Decision(situation=now)
     new, record = _note_drain(now, event, time_s)
     if now.then is Then.STOP or now.awaits_commit or not rules.warm:
         return Decision(situation=new, commands=(record,))
-    verdict = departure.choose(new.pace, event.remaining_s)
+    verdict = departure.choose(new.pace, _left_s(new.gone_by_s, time_s))
     new = _with_deadline(rules, replace(new, then=Then.REFORM), time_s)
     order = _order_leave(new, drop_step=verdict.way is not Way.STEP)
     return Decision(situation=new, commands=(record, order, LookForCapacity()))

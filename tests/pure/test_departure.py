@@ -144,6 +144,18 @@ def test_notices_while_it_leaves_are_handled_together():
     assert left(drive, 4)[-1] == e.Reform(generation=1, world_size=2, without=frozenset({0, 3}))
 
 
+def test_notices_add_up_and_the_earliest_end_counts():
+    drive = paced(4, step_s=0.1, save_s=0.5)
+    drive(draining(0, left_s=None))
+    assert drive(draining(0, left_s=None)) == []
+    assert kinds(drive(draining(0, left_s=9.0))) == ["drain_noticed"], "now there is a time"
+    assert drive(draining(0, left_s=8.9), after_s=0.1) == []
+    assert kinds(drive(draining(3, left_s=20.0))) == ["drain_noticed"]
+    assert drive.now.draining == {0, 3} and drive.now.gone_by_s == pytest.approx(9.0)
+    assert drive.now.leave_by_s == pytest.approx(7.5)
+    assert left(drive, 4)[-1] == e.Reform(generation=1, world_size=2, without=frozenset({0, 3}))
+
+
 def test_a_notice_while_it_leaves_to_grow():
     drive = paced(3, step_s=0.1, save_s=0.5)
     drive(e.JoinersReady(num=1))
