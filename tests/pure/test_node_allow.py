@@ -66,7 +66,8 @@ def test_status_names_the_node_why_until_when_and_what_to_do(run: ARun) -> None:
     text = status_text(run.status())
     (line,) = [line for line in text.splitlines() if line.startswith("kept out")]
     assert line == (
-        "kept out    node abababababab (10.0.0.3): 3 strikes in 5 min: cuda_error 2, worker_killed 1; "
+        "kept out    node abababababab (10.0.0.3): 3 strikes in 5 min: cuda_error 2, "
+        "worker_killed 1; "
         f"until 2027-01-15 08:48 UTC, or `elastic node allow {run.root} abababababab`"
     )
 
