@@ -46,7 +46,7 @@ def events_text(events: Sequence[LedgerEvent]) -> str:
         return "no such events"
     rows = [
         [
-            _moment(event.time_s),
+            moment(event.time_s),
             event.kind,
             _or_dash(event.generation),
             _or_dash(event.step),
@@ -131,7 +131,8 @@ def _last_lines(found: LastLines | None) -> list[str]:
     return [f"last lines of {whose}:", *quoted(found.lines)]
 
 
-def _moment(time_s: float) -> str:
+def moment(time_s: float) -> str:
+    """A time of day in UTC, to the millisecond."""
     try:
         return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     except (ValueError, OverflowError, OSError):
