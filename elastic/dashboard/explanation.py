@@ -274,8 +274,8 @@ def _other(event: LedgerEvent) -> str:
 
 _SENTENCES: Mapping[str, Callable[[LedgerEvent], str]] = {
     "drain_noticed": _noticed,
-    "worker_died": lambda event: f"{_rank(event)} died: {event.reason}",
-    "node_lost": lambda event: f"{_rank(event)} was lost with its node: {event.reason}",
+    "worker_died": lambda event: _told_by(f"{_rank(event)} died")(event),
+    "node_lost": lambda event: _told_by(f"{_rank(event)} was lost with its node")(event),
     "rank_failed": _raised,
     "stall_seen": _told_by("seen"),
     "hang_found": _told_by("hang"),

@@ -22,6 +22,8 @@ VERBS = [
     ["status", "--json"],
     ["events", "--all"],
     ["events", "--json"],
+    ["explain"],
+    ["explain", "--restart", "1"],
     ["checkpoints", "list"],
     ["checkpoints", "verify"],
     ["checkpoints", "verify", "--json", "--step", "8"],

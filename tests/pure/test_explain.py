@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from elastic.cli import main
+from elastic.dashboard.explanation import restart_text
 from elastic.dashboard.restarts import Restart, restarts_of, totals
 from elastic.dashboard.status import restarts_by_cause
 from elastic.dashboard.tries_left import tries_left
@@ -235,9 +236,20 @@ def test_the_death_of_the_driver_is_one_restart_however_often_it_is_told() -> No
     assert (one.causes, one.step, one.outcome) == (["driver"], 33, "recovered")
 
 
+def test_a_driver_that_dies_on_the_way_to_the_new_step_is_of_the_same_restart() -> None:
+    first = killed()
+    lost = word("driver_lost", 22, life=1, generation=1, reason="the driver died")
+    again = word("run_started", 22, life=1, data={"take_over": 1})
+    after = [replace(one, life=1) for one in (*stands(30, 2, 2), recovered(31, 2))]
+    (one,) = told(*first[:-1], lost, again, *after)
+    assert (one.causes, one.new_generation) == (["worker_killed", "driver"], 2)
+
+
 def test_the_failure_that_ended_the_run_is_the_last(tmp_path: Path) -> None:
+    raised = word("rank_failed", 29, generation=1, world_rank=1, reason="boom")
+    gave_up = decided(30, "user_exception", reason="boom (granted: 0)", data={"then": "fail"})
     ends = word("run_failed", 31, generation=1, step=33, reason="given up")
-    found = told(*killed(), decided(30, "user_exception", data={"then": "fail"}), ends)
+    found = told(*killed(), raised, gave_up, ends)
     assert [one.outcome for one in found] == ["recovered", "failed"]
     assert (found[1].causes, found[1].reason, found[1].took_s) == (
         ["user_exception"],
@@ -246,7 +258,9 @@ def test_the_failure_that_ended_the_run_is_the_last(tmp_path: Path) -> None:
     )
     root = write(tmp_path / "demo", [*begun(), *killed(), *found[1].events])
     assert "[the run failed] given up" in said(root)
-    assert "submit the run again" in said(root, "--restart", 2)
+    story = said(root, "--restart", 2)
+    assert "decided: user_exception, give up: boom (granted: 0)\n" in story
+    assert "submit the run again" in story
 
 
 def test_a_run_that_never_found_room_tells_of_that() -> None:
@@ -368,9 +382,7 @@ def test_a_drain_tells_how_long_there_was(tmp_path: Path) -> None:
     assert wanted in said(root, "--restart", 1)
 
 
-def test_of_a_thousand_victims_three_are_told_and_the_culprit_with_its_traceback(
-    tmp_path: Path,
-) -> None:
+def test_of_a_thousand_victims_three_are_told_and_the_culprit_with_its_traceback() -> None:
     lost = {"is_victim": True, "traceback": "boring", "last_lines": ["boring"]}
     victims = [
         word("rank_failed", 15, generation=0, world_rank=rank, reason="reset by peer", data=lost)
@@ -381,8 +393,8 @@ def test_of_a_thousand_victims_three_are_told_and_the_culprit_with_its_traceback
     guilty = word(
         "rank_failed", 16, generation=0, world_rank=7, reason="ValueError: boom", data=data
     )
-    root = write(tmp_path / "demo", [*begun(), *victims, guilty, decided(16, "user_exception")])
-    story = said(root, "--restart", 1)
+    (one,) = told(*victims, guilty, decided(16, "user_exception"))
+    story = restart_text(one, 1, None, run="/runs/demo", now_s=NOW_S)
     assert story.count("lost a peer: reset by peer") == 3
     assert "and 997 more of: a rank lost a peer" in story
     assert "boring" not in story
@@ -393,7 +405,7 @@ def test_of_a_thousand_victims_three_are_told_and_the_culprit_with_its_traceback
 
 
 def test_nothing_that_was_recorded_reaches_the_terminal_unescaped(tmp_path: Path) -> None:
-    evil = "\x1b[2Jgone\r\x07"
+    evil = "\x07gone\x1b[2J\r\x08"
     data = {"cause": evil, "then": evil, "evidence": evil, "recovery": evil}
     died = {"last_lines": [evil], "node_id": evil}
     events = [
@@ -507,7 +519,9 @@ def test_any_one_event_may_be_missing(missing: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "junk", [None, "x", -1, True, 1e400, 10**400, [], [None, 3], {}, {"a": None}], ids=repr
+    "junk",
+    [None, "x", -1, True, 1e400, 10**400, [], [None, 3], {}, {"a": None}],
+    ids=lambda junk: repr(junk)[:9],
 )
 def test_facts_of_any_kind_are_taken_for_none(junk: Any, tmp_path: Path) -> None:
     events = [replace(one, data=dict.fromkeys(one.data, junk)) for one in full()]
@@ -521,7 +535,9 @@ def test_facts_of_any_kind_are_taken_for_none(junk: Any, tmp_path: Path) -> None
 
 def test_events_without_facts_or_in_no_calendar_are_told(tmp_path: Path) -> None:
     bare = [LedgerEvent(life=0, seq=0, time_s=1e18, kind=one.kind) for one in full()]
-    answers(write(tmp_path / "demo", bare))
+    root = write(tmp_path / "demo", bare)
+    answers(root)
+    assert "  1e+18 s  a rank died\n" in said(root, "--restart", 1)
 
 
 def test_a_restart_of_which_only_the_end_is_left_is_unknown() -> None:
