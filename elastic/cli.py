@@ -20,6 +20,7 @@ from elastic.verbs import node_allow
 from elastic.verbs.checkpoints import checkpoints
 from elastic.verbs.explain import explain
 from elastic.verbs.export import export
+from elastic.verbs.goodput import goodput
 from elastic.verbs.logs import logs
 from elastic.verbs.node import node
 from elastic.verbs.plan import plan
@@ -87,6 +88,7 @@ node_allow.add_to(node)
 main.add_command(checkpoints)
 main.add_command(explain)
 main.add_command(export)
+main.add_command(goodput)
 main.add_command(logs)
 main.add_command(node)
 main.add_command(plan)

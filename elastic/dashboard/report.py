@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 
+from elastic.dashboard.goodput import share_text
 from elastic.dashboard.kept_out import kept_out_text
 from elastic.dashboard.last_lines import LastLines, last_lines_told, quoted
 from elastic.dashboard.status import RunStatus
@@ -30,6 +31,7 @@ def status_text(status: RunStatus) -> str:
         "checkpoint": _checkpoint(status),
         "saves": UNSAID if status.save_interval is None else status.save_interval["why"],
         "restarts": _restarts(status),
+        "goodput": share_text(status.goodput),
         "storage": status.storage,
         "dashboard": status.dashboard_url or UNSAID,
         "last word": f"{age(status.last_word_age_s)} ago",

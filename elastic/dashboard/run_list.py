@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from elastic.dashboard.goodput import goodput
+from elastic.dashboard.goodput import read_goodput
 from elastic.dashboard.status import driver_seen_gone, summarise
 from elastic.dashboard.text import age, table
 from elastic.storage.checkpoints import Catalog
@@ -84,7 +84,7 @@ def _row_of(fs: Filesystem, directory: str, run_file: RunFile, now_s: float) -> 
         loss=status.loss,
         world_size=status.world_size,
         restarts=status.restarts,
-        goodput=goodput(fs, events),
+        goodput=read_goodput(fs, events).share,
         age_s=max(0.0, now_s - run_file.created_s),
         last_word_age_s=status.last_word_age_s,
     )

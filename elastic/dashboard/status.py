@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from elastic.dashboard.goodput import goodput_if_readable
 from elastic.dashboard.kept_out import KeptOutNode, nodes_kept_out
 from elastic.dashboard.last_lines import LastLines, last_lines_of_failure
 from elastic.dashboard.text import age
+from elastic.policy.goodput import Goodput
 from elastic.storage import lease
 from elastic.storage.checkpoints import Catalog, Checkpoint
 from elastic.storage.filesystem import Filesystem
@@ -95,6 +97,8 @@ class RunStatus:
     """Nodes on which nothing of this run starts, since it has failed there too often."""
     last_lines: LastLines | None
     """Of the rank that caused the newest failure, until the run goes on after it."""
+    goodput: Goodput | None
+    """Where the time of its slots went; None where the metrics are damaged."""
 
 
 def read_status(fs: Filesystem, run_file: RunFile, *, now_s: float) -> RunStatus:
@@ -106,7 +110,8 @@ def read_status(fs: Filesystem, run_file: RunFile, *, now_s: float) -> RunStatus
     checkpoint = Catalog(fs, run_file.run_id).highest()
     gone = driver_seen_gone(fs)
     events = read_ledger(fs)
-    return summarise(run_file, events, checkpoint, storage=fs.url, now_s=now_s, gone=gone)
+    told = summarise(run_file, events, checkpoint, storage=fs.url, now_s=now_s, gone=gone)
+    return replace(told, goodput=goodput_if_readable(fs, events))
 
 
 def driver_seen_gone(fs: Filesystem) -> str:
@@ -163,6 +168,7 @@ def summarise(
         dashboard_url=_text(_last_data(events, "run_started").get("dashboard_url")) or None,
         kept_out=nodes_kept_out(events, now_s),
         last_lines=last_lines_of_failure(events),
+        goodput=None,
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,6 +21,7 @@ from elastic.storage.format import check_format
 
 FORMAT_VERSION = 1
 _DIR = "metrics"
+_NUM_PARALLEL_READS = 16
 _SEGMENT = re.compile(r"g(\d{5,})-(\d{9,})(?:-(\d+))?\.parquet")
 _START = ""  # the name in a row that says where its generation started; no value has it
 _SCHEMA = pa.schema(
@@ -116,6 +119,38 @@ def current_metrics(fs: Filesystem) -> dict[int, dict[str, float]]:
     return dict(sorted(current.items()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """How long one step took in one generation."""
+
+    generation: int
+    step: int
+    time_s: float
+    """When the step was told, in wall time: mostly at the end of the one after it."""
+    step_s: float
+    counts: bool
+    """No newer generation has started at this step or before it."""
+
+
+def step_times(fs: Filesystem) -> list[StepTime]:
+    """Each step of each generation that logged `step_s`, once. Raises `UnsupportedFormat`."""
+    table = _read_rows(fs)
+    limits = _limits(table)
+    timed = table.filter(pc.equal(table["name"], "step_s"))
+    columns = (timed[name].to_pylist() for name in ("generation", "step", "time_s", "value"))
+    found: dict[tuple[int, int], StepTime] = {}
+    for generation, step, time_s, value in zip(*columns, strict=True):
+        limit = limits[generation]
+        found[generation, step] = StepTime(
+            generation=generation,
+            step=step,
+            time_s=time_s,
+            step_s=value,
+            counts=limit is None or step < limit,
+        )
+    return list(found.values())
+
+
 def _limits(table: pa.Table) -> dict[int, int | None]:
     """By generation the first step that a newer one has made, None if there is none."""
     starts = table.group_by("generation").aggregate([("step", "min")])
@@ -148,7 +183,8 @@ def _read_rows(fs: Filesystem) -> pa.Table:
         matched = _SEGMENT.fullmatch(entry.name)
         if matched and not entry.is_dir:
             found.append(([int(number or 0) for number in matched.groups()], entry.name))
-    tables = [_read_segment(fs, f"{_DIR}/{name}") for _, name in sorted(found)]
+    with ThreadPoolExecutor(_NUM_PARALLEL_READS) as pool:
+        tables = list(pool.map(lambda one: _read_segment(fs, f"{_DIR}/{one[1]}"), sorted(found)))
     return pa.concat_tables(tables) if tables else _SCHEMA.empty_table()
 
 

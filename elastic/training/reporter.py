@@ -82,11 +82,12 @@ class Reporter:
         """Send now what there is. Callable from any thread."""
         with self._lock:
             rows, self._rows = self._rows, []
+            heartbeat = self._heartbeat()
             self._coordinator.notify(
                 "progress",
                 {
-                    "heartbeat": self._heartbeat(),
-                    "phase": self.phase,
+                    "heartbeat": heartbeat,
+                    "phase": heartbeat["phase"],
                     "step": self.step,
                     "counters": self.counters,
                     "rows": rows,

@@ -154,6 +154,7 @@ def test_status_reads_well(recovered: ARun, monkeypatch: pytest.MonkeyPatch) -> 
         "checkpoint  step 30, 50 s ago",
         "saves       -",
         "restarts    1 (worker_died 1), 3 steps lost",
+        "goodput     38.4 % of 198 slot-seconds; start up 54.5 %, re-form: wait 7.1 %",
         f"storage     {recovered.root}",
         "dashboard   http://127.0.0.1:8265",
         "last word   1 s ago",

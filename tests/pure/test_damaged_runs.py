@@ -24,6 +24,7 @@ VERBS = [
     ["events", "--json"],
     ["explain"],
     ["explain", "--restart", "1"],
+    ["goodput", "--price-per-slot-hour", "2"],
     ["checkpoints", "list"],
     ["checkpoints", "verify"],
     ["checkpoints", "verify", "--json", "--step", "8"],

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from elastic.dashboard.goodput import attended, goodput
 from elastic.dashboard.run_list import list_runs
 from elastic.storage.filesystem import Filesystem
-from elastic.storage.ledger import LedgerEvent, LedgerWriter
+from elastic.storage.ledger import LedgerWriter
 from elastic.storage.metrics import MetricsWriter
 from tests.pure.test_cli import NOW_S, ARun, ask
 
@@ -26,10 +25,11 @@ def now(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(root: Path, name: str, last_word_ago_s: float = 2.0) -> ARun:
-    """40 s at the run, of which 12 s in steps that count: step 2 was done twice."""
+    """107 slot-seconds, of which 28 in steps that count: step 2 was done twice."""
     run = ARun(root, name)
     run.event("run_started", 40 + last_word_ago_s)
     run.event("generation_started", 39 + last_word_ago_s, generation=0, data={"world_size": 3})
+    run.event("started", 39 + last_word_ago_s, generation=0, step=0)
     metrics = MetricsWriter(run.fs)
     for generation, step in ((0, 1), (0, 2), (1, 2), (1, 3)):
         metrics.start(generation, step, NOW_S) if step != 3 else None
@@ -37,6 +37,7 @@ def trained(root: Path, name: str, last_word_ago_s: float = 2.0) -> ARun:
     metrics.flush()
     run.event("failure_decided", 20 + last_word_ago_s, reason="x", data={"cause": "node_lost"})
     run.event("generation_started", 10 + last_word_ago_s, generation=1, data={"world_size": 2})
+    run.event("resumed", 10 + last_word_ago_s, generation=1, step=1)
     data = {"state": "RUNNING", "loss": 1.25}
     run.event("progress", last_word_ago_s, generation=1, step=3, data=data)
     return run
@@ -74,7 +75,7 @@ def test_each_run_is_a_row_the_last_to_speak_first(storage: Path) -> None:
         "loss": 1.25,
         "world_size": 2,
         "restarts": 1,
-        "goodput": 0.3,
+        "goodput": pytest.approx(28 / 107),
         "age_s": 100.0,
         "last_word_age_s": 2.0,
     }
@@ -87,7 +88,7 @@ def test_the_table_reads_well(storage: Path) -> None:
     text = ask("runs", "--storage", storage).stdout
     head, live, *rest = [" ".join(line.split()) for line in text.splitlines()]
     assert head == "NAME STATE STEP LOSS WORKERS RESTARTS GOODPUT AGE LAST WORD"
-    assert live == "live RUNNING 3/60 1.2500 2 1 30 % 2 min 2 s ago"
+    assert live == "live RUNNING 3/60 1.2500 2 1 26 % 2 min 2 s ago"
     assert len(rest) == 2
 
 
@@ -96,6 +97,7 @@ def test_goodput_counts_time_at_the_run_and_each_step_once(tmp_path: Path) -> No
         pass
     second = LedgerWriter(run.fs, 1, "second")  # submitted again a day later, and 20 s at it
     second.append("run_started", time_s=NOW_S + 86_400)
+    second.append("generation_planned", time_s=NOW_S + 86_400, data={"world_size": 2})
     second.append("progress", time_s=NOW_S + 86_420)
     second.close()
     rollback = LedgerWriter(run.fs, 2, "rollback")
@@ -103,24 +105,7 @@ def test_goodput_counts_time_at_the_run_and_each_step_once(tmp_path: Path) -> No
     rollback.append("rolled_back", time_s=NOW_S + 200_500)
     rollback.close()
     (row,) = list_runs(Filesystem.at(str(tmp_path)), now_s=NOW_S + 86_421)
-    assert row.goodput == pytest.approx(12 / 60)
-
-
-def test_the_time_without_a_driver_counts_when_another_one_takes_over() -> None:
-    def at(time_s: float, life: int, kind: str) -> LedgerEvent:
-        return LedgerEvent(life=life, seq=0, time_s=time_s, kind=kind)
-
-    first = [at(0.0, 0, "run_started"), at(50.0, 0, "progress")]
-    second = [at(58.0, 1, "run_started"), at(80.0, 1, "progress")]
-    assert attended([*first, *second]) == 50.0 + 22.0, "submitted again"
-    assert attended([*first, at(57.0, 1, "driver_lost"), *second]) == 80.0
-
-
-def test_goodput_of_nothing_is_not_told(tmp_path: Path) -> None:
-    fs = Filesystem.at(str(tmp_path))
-    assert goodput(fs, []) is None
-    one = LedgerEvent(life=0, seq=0, time_s=5.0, kind="run_started")
-    assert attended([one]) == 0.0 and goodput(fs, [one]) is None
+    assert row.goodput == pytest.approx(28 / (107 + 40))
 
 
 # --- damaged and foreign directories -------------------------------------------------------------
