@@ -240,14 +240,12 @@ class Driver:
 
     def _start_group(self, command: StartGroup) -> None:
         self._orders = Orders()
-        self._recovery.begin_start()
         self._words.begin(command.generation, command.world_size)
         self._spawn(self._group.start(command, self._choose, self._told_of_start))
 
     def _reform(self, command: Reform) -> None:
         self._orders = Orders()
         self._recovery.planned(command.reason, command.old_world_size)
-        self._recovery.begin_start()
         self._spawn(
             self._group.reform(
                 command,

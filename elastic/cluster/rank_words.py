@@ -60,6 +60,7 @@ class RankWords:
 
     def begin(self, generation: int, world_size: int) -> None:
         """From now on only this generation is listened to."""
+        self._recovery.begin_start()  # what the one before still told is no part of this start
         self._generation, self._world_size = generation, world_size
         self._restored = set()
         self.resumed_step = self._posted_step = -1
