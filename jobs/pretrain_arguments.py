@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from elastic.cluster.notices.sources import checked
 from elastic.importing import collector_paused
 from elastic.policy.durations import parse_duration_s
 from elastic.policy.hangs import HangLimits
@@ -159,10 +160,8 @@ def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[in
     if arguments.model not in PRESETS:
         raise InvalidInput(f"--model is one of {', '.join(PRESETS)}; found {arguments.model!r}")
     _check_trust(arguments)
-    hang_limits(arguments)
-    mtbf_s(arguments)
+    _check_values(arguments)
     try:
-        SaveInterval.parse(arguments.save_every)
         text = prepare(
             arguments.data,
             sequence_length=arguments.sequence_length,
@@ -191,6 +190,17 @@ def check(arguments: argparse.Namespace) -> tuple[dict[str, Any], int | tuple[in
         },
     }
     return config, num_workers
+
+
+def _check_values(arguments: argparse.Namespace) -> None:
+    """Raises `InvalidInput` for what can only be read wrongly."""
+    hang_limits(arguments)
+    mtbf_s(arguments)
+    try:
+        SaveInterval.parse(arguments.save_every)
+        checked(arguments.notices or "auto")
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
 
 
 def hang_limits(arguments: argparse.Namespace) -> HangLimits | None:

@@ -66,7 +66,10 @@ def restarts_text(
             *lines,
             "",
             f"{'by cause':<12}{causes}",
-            f"{'lost':<12}{_count(sums.lost_steps, 'step')}, {_seconds(sums.took_s)} s",
+            (
+                f"{'lost':<12}{_count(sums.lost_steps, 'step')} done again, and "
+                f"{_seconds(sums.took_s)} s without a step"
+            ),
             *_tries(tries),
             "",
             f"One of them with its evidence: {example}",

@@ -44,6 +44,7 @@ def test_weights_of_others_that_are_not_said_to_be_trusted(capsys):  # B90
 
 def test_save_interval_that_is_none(capsys):
     assert "'soon'" in refused(capsys, "--save-every", "soon")
+    assert "'soon'" in refused(capsys, "--notices", "soon")
 
 
 def test_hang_limit_that_is_none(capsys):

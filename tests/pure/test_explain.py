@@ -142,7 +142,7 @@ def test_the_table_tells_each_restart_and_what_all_cost(tmp_path: Path) -> None:
         "2  2027-01-15 08:01:10  2 h  growth           87     0      2.0  2 -> 3   growing",
         "",
         "by cause    growth 1, worker_killed 1",
-        "lost        3 steps, 5.0 s",
+        "lost        3 steps done again, and 5.0 s without a step",
         "tries left  exceptions         3 of 3 left  0 used, never given back",
         "            hang               1 of 1 left  0 used, given back by the next new checkpoint",
         "            failures in a row  5 of 5 left  0 used, given back by the next new checkpoint",
