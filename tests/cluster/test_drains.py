@@ -78,14 +78,17 @@ def test_a_save_that_takes_too_long_is_left_behind(
         drain(three_nodes, going["node_id"], deadline_s=5)
         left = job.wait_for_event("recovered")
         assert left.time_s - drained_s < 5 + 2.0
-        assert left.data["new_world_size"] == 1 and left.data["lost_steps"] > 0
-        (resumed,) = job.events("resumed")
+        assert left.data["lost_steps"] > 0
+        resumed = job.events("resumed")[0]
         assert resumed.step == saved and "after a save; not all ranks had" in left.reason
         wait_for("the end of its worker", lambda: not is_running(going["pid"]), 5.0)
         slow.unlink()
-        # The third node takes its place, and was asked to at the notice.
-        grown = job.wait_for_event("recovered", lambda event: event.time_s > left.time_s)
-        assert grown.data["new_world_size"] == 2 and grown.data["lost_steps"] == 0
+        # The third node takes its place, at once or a moment later: it was asked to at the notice.
+        job.wait_for_event("recovered", lambda event: event.data["new_world_size"] == 2)
+        assert (
+            sum(event.data["lost_steps"] for event in job.events("recovered"))
+            == (left.data["lost_steps"])
+        )
         (planned,) = job.events("growth_planned")
         assert planned.time_s < left.time_s and "in place of rank" in planned.reason
     three_nodes.remove(going["node_id"])
