@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from elastic.policy.durations import parse_duration_s
+from jobs import json_flag
 from jobs.bench.engines import DEFAULT_ENGINES, ENGINES
 from jobs.bench.faults import FAULTS
 from jobs.bench.network import why_unavailable
 from jobs.bench.sizes import parse_bytes
-
-_STDOUT = "-"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,14 +21,9 @@ def main(arguments: list[str] | None = None) -> int:
     if problem := options.check(options):
         parser.error(problem)
     # Where the JSON goes to stdout, it has that for itself.
-    with contextlib.redirect_stdout(sys.stderr if options.json == _STDOUT else sys.stdout):
+    with contextlib.redirect_stdout(sys.stderr if options.json == json_flag.STDOUT else sys.stdout):
         result: dict[str, Any] = options.run(options)
-    if options.json == _STDOUT:
-        print(json.dumps(result, indent=2))
-    elif options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
-        print(f"written to {options.json}")
+    json_flag.write(result, options.json, print)
     return 1 if result.get("failures") else 0
 
 
@@ -176,13 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--quick", action="store_true", help="smaller and less sure: a check that it works"
         )
-        command.add_argument(
-            "--json",
-            nargs="?",
-            const=_STDOUT,
-            metavar="PATH",
-            help="write the result there; without a path to stdout, and all else to stderr",
-        )
+        json_flag.add_to(command)
     return parser
 
 

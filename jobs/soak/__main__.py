@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
-from pathlib import Path
 from typing import Any
 
-STDOUT = "-"
+from jobs import json_flag
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,21 +16,11 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.seed is not None:
         _say(f"seed {arguments.seed}")
     found: dict[str, Any] = arguments.soak(arguments)
-    if arguments.json:
-        _write(json.dumps(found, indent=1) + "\n", arguments.json)
+    json_flag.write(found, arguments.json, _say)
     for failure in found["failures"]:
         _say(f"failed: {failure}")
     _say(f"{len(found['failures'])} failures")
     return 1 if found["failures"] else 0
-
-
-def _write(text: str, where: str) -> None:
-    if where == STDOUT:
-        print(text, end="", flush=True)
-        return
-    Path(where).parent.mkdir(parents=True, exist_ok=True)
-    Path(where).write_text(text)
-    _say(f"written to {where}")
 
 
 def _submits(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -91,21 +79,16 @@ def _parser() -> argparse.ArgumentParser:
         one = soaks.add_parser(name, help=what, description=what)
         one.add_argument("--count", type=_count, default=count, help="how many times")
         one.add_argument("--seed", type=int, default=random.randrange(2**32))
-        _add_json(one)
+        json_flag.add_to(one)
         one.set_defaults(soak=soak)
         if name == "drains":
             _add_times(one)
     what = "a run that nothing happens to, on a busy machine: what is taken for a failure"
     alarms = soaks.add_parser("alarms", help=what, description=what)
     alarms.add_argument("--minutes", type=float, default=10.0)
-    _add_json(alarms)
+    json_flag.add_to(alarms)
     alarms.set_defaults(soak=_alarms, seed=None)
     return parser
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    what = "write what was found to this file, or to stdout"
-    parser.add_argument("--json", nargs="?", const=STDOUT, metavar="PATH", help=what)
 
 
 def _add_times(parser: argparse.ArgumentParser) -> None:
