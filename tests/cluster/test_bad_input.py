@@ -13,7 +13,7 @@ from elastic import ElasticConfig, ElasticTrainer, TrainingFailed
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
 from tests.cluster import functions
-from tests.cluster.local_cluster import LocalCluster
+from tests.cluster.local_cluster import Fit, LocalCluster, wait_for
 
 
 def make(function: Any = functions.plain, storage: str = "/tmp/elastic-refused", **options: Any):
@@ -94,6 +94,7 @@ def test_relative_storage():
 def test_more_workers_than_there_are_is_told_and_ends_at_the_deadline(
     connected: LocalCluster, tmp_path: Path
 ):
+    """B72: a request that no node can meet is told with what is missing, and ends."""
     trainer = make(
         storage=str(tmp_path),
         scaling_config=ScalingConfig(num_workers=(5, 6)),
@@ -106,3 +107,25 @@ def test_more_workers_than_there_are_is_told_and_ends_at_the_deadline(
     assert "each worker needs CPU 1" in said and "gave up after 3 s" in said
     waiting = [e for e in read_ledger(Filesystem.at(trainer.run_url)) if e.kind == "waiting"]
     assert len(waiting) >= 1 and "up to 3 s" in waiting[0].reason
+
+
+def test_a_node_that_comes_within_the_deadline_starts_the_run(
+    connected: LocalCluster, tmp_path: Path
+):
+    """B72: what is missing is told meanwhile."""
+    trainer = make(
+        storage=str(tmp_path),
+        train_loop_config={"until": 5},
+        scaling_config=ScalingConfig(num_workers=4),
+        elastic_config=ElasticConfig(wait_for_capacity_s=90.0),
+    )
+    fit = Fit(trainer)
+    waiting = wait_for("the wait", lambda: fit.events("waiting"))
+    assert "3 of at least 4 workers can run now" in waiting[0].reason
+    assert "autoscaler is asked for 4" in waiting[0].reason
+    node = connected.add()
+    try:
+        wait_for("the start", lambda: fit.events("started"))
+        fit.join()
+    finally:
+        connected.remove(node.node_id)
