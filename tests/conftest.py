@@ -37,6 +37,25 @@ def price_of(path: Path) -> str:
     return room
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="run the tests marked `thorough` too, and repeat what is random as often as was asked",
+    )
+
+
+@pytest.fixture(scope="session")
+def is_thorough(pytestconfig: pytest.Config) -> bool:
+    """Whether time is no matter: see README, "Development"."""
+    return bool(pytestconfig.getoption("thorough"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("thorough") and not item.config.getoption("thorough"):
+        pytest.skip("needs --thorough")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(price_of(item.path))

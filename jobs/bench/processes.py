@@ -49,7 +49,7 @@ class Processes:
         found = set(_descendants()) - self._others
         self._known |= found | set(_carrying(f"{_VARIABLE}={self._value}"))
 
-    def kill(self, deadline_s: float = 10.0) -> None:
+    def kill(self, deadline_s: float = 60.0) -> None:
         """SIGKILL to every process of the measurement, until none runs.
 
         Raises RuntimeError when some outlive it.

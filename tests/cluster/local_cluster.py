@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import ray
 from ray.cluster_utils import Cluster
 
@@ -110,27 +112,35 @@ def started(
     Nodes on one machine share the directory that a job's files are unpacked to, and a node that
     unpacks them anew takes them away for a moment: several jobs at once need `num_nodes=0`.
     """
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": head_cpus,
-            "include_dashboard": takes_jobs,
-            "dashboard_port": 0,
-            # Its fixed default may be another cluster's on this machine, and then no job starts.
-            "dashboard_agent_listen_port": 0,
-            "_system_config": dict(FAST_HEALTH_CHECKS),
-        },
-    )
-    local = LocalCluster(cluster)
-    try:
+    with contextlib.ExitStack() as undo, pytest.MonkeyPatch.context() as starting:
+        if takes_jobs:
+            # A job is given the address of the cluster that was last started in the directory that
+            # Ray has on its supervisor's machine, so this one has a directory of its own. Sockets
+            # lie in it, whose paths must be short.
+            own = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+            starting.setenv("RAY_TMPDIR", undo.enter_context(own))
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": head_cpus,
+                "include_dashboard": takes_jobs,
+                "dashboard_port": 0,
+                # Its fixed default may be another cluster's on this machine, and no job starts.
+                "dashboard_agent_listen_port": 0,
+                "_system_config": dict(FAST_HEALTH_CHECKS),
+            },
+        )
+        undo.callback(cluster.shutdown)
+        local = LocalCluster(cluster)
         for _ in range(num_nodes):
             local.add(cpus_per_node)
         cluster.wait_for_nodes(timeout=60)
-        yield local
-    finally:
-        with contextlib.suppress(Exception):
-            ray.shutdown()
-        cluster.shutdown()
+        starting.undo()
+        try:
+            yield local
+        finally:
+            with contextlib.suppress(Exception):
+                ray.shutdown()
 
 
 class Job:

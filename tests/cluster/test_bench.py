@@ -114,6 +114,7 @@ def test_quick_growth_writes_what_checks_rely_on(mark: str, tmp_path: Path) -> N
     assert directories() <= before
 
 
+@pytest.mark.thorough
 def test_quick_preemption_writes_what_checks_rely_on(mark: str) -> None:
     before = directories()
     process = bench(mark, "preemption", "--engines", "elastic", "--quick", "--json")

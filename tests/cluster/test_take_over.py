@@ -70,6 +70,7 @@ def test_the_same_job_goes_on(connected: LocalCluster, tmp_path: Path):  # B73, 
     wait_until_nothing_is_left()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_one_that_is_killed_again_and_again_ends_the_run(
     connected: LocalCluster, tmp_path: Path
