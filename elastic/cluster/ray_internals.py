@@ -226,7 +226,19 @@ class _Group(WorkerGroup):
 
     def slots(self) -> list[str]:
         """The node of every bundle that is reserved for this group, those of its dead too."""
+        self._drop_lost_groups()
         return [node_id for _, _, node_id in self._bundles()]
+
+    def _drop_lost_groups(self) -> None:
+        """Ray's head is never idle while bundles of a lost node wait for another to lie on."""
+        lost = [
+            group
+            for group in self._extra_groups
+            if not any(placement_group_table(group)["bundles_to_node_id"].values())
+        ]
+        for group in lost:
+            self._extra_groups.remove(group)
+            remove_placement_group(group)
 
     def add(self, num: int, alive_nodes: Collection[str]) -> list[Worker]:
         """Start workers beside the others: in the dead's bundles on living nodes, then in new ones.
@@ -238,15 +250,22 @@ class _Group(WorkerGroup):
         missing = num - len(places)
         # Not the context's, which is that of the group's start.
         selector = self._train_run_context.scaling_config.label_selector
-        if missing > 0:
-            extra = placement_group(
-                [context.resources_per_worker] * missing,
+        # One for each, where Ray may lay them anywhere: it keeps or loses them one by one.
+        sizes = [1] * missing if context.placement_strategy == "PACK" else [missing]
+        asked = [
+            placement_group(
+                [context.resources_per_worker] * size,
                 strategy=context.placement_strategy,
-                bundle_label_selector=[dict(selector)] * missing if selector else None,
+                bundle_label_selector=[dict(selector)] * size if selector else None,
             )
-            if extra.wait(self.place_timeout_s):
+            for size in sizes
+            if size > 0
+        ]
+        until_s = time.monotonic() + self.place_timeout_s
+        for extra in asked:
+            if extra.wait(max(0.1, until_s - time.monotonic())):
                 self._extra_groups.append(extra)
-                places += [(extra, index) for index in range(missing)]
+                places += [(extra, index) for index in range(extra.bundle_count)]
             else:
                 remove_placement_group(extra)
         if not places:
