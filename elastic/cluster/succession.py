@@ -53,6 +53,7 @@ class Succession:
         self._launch = launch
         self._since_life = next_life(filesystem)
         self._stop_asked: tuple[str, float | None] | None = None
+        self._job_id = ""
         self._driver: Any = None
         self._dead: Any = None
         self._dead_until_s = 0.0
@@ -74,17 +75,20 @@ class Succession:
     def outcome(self, on_status: Callable[[dict[str, Any]], None] | None) -> dict[str, Any]:
         """How the run has ended, once it has: see `Driver.outcome`.
 
-        Raises what the driver raises, and `LeaseHeld` if the run was taken by another job
-        meanwhile.
+        Raises what the driver raises, `LeaseHeld` if the run was taken by another job meanwhile,
+        and `RuntimeError` when this process has left its Ray cluster.
         """
         config = self._config
+        self._job_id = ray.get_runtime_context().get_job_id()
         while True:
             self._driver = self._launch(config)
             self._pass_on_stop()
             try:
                 return self._wait(on_status)
-            except RayActorError as error:
-                if error.actor_init_failed:
+            except BaseException as error:
+                # `ray.shutdown` cuts a call off with anything: SystemExit has been seen.
+                self._check_connection()
+                if not isinstance(error, RayActorError) or error.actor_init_failed:
                     raise
                 noticed_s = time.time()
                 cause = _words_of(error)
@@ -117,6 +121,7 @@ class Succession:
     def _wait(self, on_status: Callable[[dict[str, Any]], None] | None) -> dict[str, Any]:
         done = self._driver.run.remote()
         while not ray.wait([done], timeout=1.0)[0]:
+            self._check_connection()
             self._sweep()
             if on_status is not None:
                 # That it has died is told by `done`.
@@ -125,6 +130,20 @@ class Succession:
         ray.get(done)
         outcome: dict[str, Any] = ray.get(self._driver.outcome.remote())
         return outcome
+
+    def _check_connection(self) -> None:
+        """Ray connects by itself on its next call, to whatever cluster it finds."""
+        try:
+            is_here = ray.is_initialized()
+            is_here = is_here and ray.get_runtime_context().get_job_id() == self._job_id
+        except Exception:  # noqa: BLE001 - it is half gone
+            is_here = False
+        if not is_here:
+            raise RuntimeError(
+                "this process left its Ray cluster (`ray.shutdown`) while `fit` waited for a run, "
+                "and so has ended the run: call it after `fit`. Submitting the run again under its "
+                "name resumes it"
+            )
 
     def _sweep(self) -> None:
         if self._dead is not None:

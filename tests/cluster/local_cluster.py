@@ -258,6 +258,12 @@ class Fit:
         """Have it save and stop."""
         ask(Filesystem.at(self._url), STOP, who="a test", time_s=time.time(), epoch=1)
 
+    def failure(self, timeout_s: float = 60.0) -> BaseException:
+        """What it raised, once it has."""
+        self._thread.join(timeout=timeout_s)
+        assert not self._thread.is_alive() and len(self._failures) == 1
+        return self._failures[0]
+
     def join(self, timeout_s: float = 120.0) -> None:
         """Wait for its end, which has to be a good one."""
         self._thread.join(timeout=timeout_s)

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray.train import RunConfig, ScalingConfig
 
 from elastic import ElasticConfig, ElasticTrainer
 from elastic.cluster.succession import MOST_TAKE_OVERS
 from elastic.dashboard.status import read_status
 from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import read_ledger
 from elastic.storage.run_file import load_run_file
-from tests.cluster.functions import starts_a_program
+from tests.cluster.functions import plain, starts_a_program
 from tests.cluster.leftovers import held_groups, living_actors, wait_until_nothing_is_left
 from tests.cluster.local_cluster import (
     Fit,
@@ -126,6 +128,29 @@ def test_what_the_ranks_had_started_goes_too(connected: LocalCluster, tmp_path: 
     fit.join()
     assert len(fit.events("run_stopped")) == 1
     wait_until_nothing_is_left()
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_leaves_the_cluster_launches_no_other(
+    connected: LocalCluster, tmp_path: Path
+):  # B73
+    fit = Fit(
+        ElasticTrainer(
+            plain,
+            train_loop_config={"until": 1_000_000},
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+            elastic_config=ElasticConfig(save_every=20),
+        )
+    )
+    wait_for("a commit", lambda: fit.events("checkpoint_committed"))
+    ray.shutdown()
+    error = fit.failure()
+    assert isinstance(error, RuntimeError) and "`ray.shutdown`" in str(error)
+    ray.init(address=connected.address, log_to_driver=False)
+    wait_until_nothing_is_left()
+    ledger = read_ledger(Filesystem.at(str(tmp_path / "run")))
+    assert [event.kind for event in ledger].count("run_started") == 1
 
 
 def kill_driver(job: Job, *states: str) -> None:
