@@ -22,6 +22,7 @@ from elastic.verbs.explain import explain
 from elastic.verbs.export import export
 from elastic.verbs.goodput import goodput
 from elastic.verbs.logs import logs
+from elastic.verbs.metrics import metrics
 from elastic.verbs.node import node
 from elastic.verbs.plan import plan
 from elastic.verbs.rehearse import rehearse
@@ -90,6 +91,7 @@ main.add_command(explain)
 main.add_command(export)
 main.add_command(goodput)
 main.add_command(logs)
+main.add_command(metrics)
 main.add_command(node)
 main.add_command(plan)
 main.add_command(rehearse)
