@@ -60,7 +60,27 @@ def test_only_elastic_is_installed_of_this_checkout(name: str) -> None:
 
 
 def test_the_extras_are_those_the_readme_names() -> None:
-    assert set(PROJECT["optional-dependencies"]) == {"s3", "gcs", "test"}
+    assert set(PROJECT["optional-dependencies"]) == {"s3", "gcs", "tensorboard", "test"}
+
+
+def test_every_file_that_is_no_module_is_installed_with_its_package() -> None:
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = [
+        (ROOT if package == "*" else ROOT / package.replace(".", "/"), pattern)
+        for package, globs in told["tool"]["setuptools"]["package-data"].items()
+        for pattern in globs
+    ]
+    shipped = {
+        path
+        for folder, pattern in patterns
+        for path in (folder.rglob(pattern) if folder == ROOT else folder.glob(pattern))
+    }
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "elastic"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split("\0")
+    others = {ROOT / name for name in tracked if name and not name.endswith(".py")}
+    assert {ROOT / "elastic/dashboard/alerts/elastic.yaml"} <= others
+    assert not others - shipped
 
 
 def test_ray_and_torch_are_pinned_to_the_minor_whose_private_names_are_contract_tested() -> None:
