@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from elastic.cluster.elastic_config import ElasticConfig
     from elastic.cluster.trainer import ElasticTrainer
     from elastic.policy.hangs import HangLimits
+    from elastic.training.loggers.logger import Logger
+    from elastic.training.loggers.tensorboard import TensorBoardLogger
     from elastic.training.run import Run
     from elastic.training.torchrun import run_standalone
 
@@ -25,7 +27,9 @@ __all__ = [
     "ElasticConfig",
     "ElasticTrainer",
     "HangLimits",
+    "Logger",
     "Run",
+    "TensorBoardLogger",
     "TrainingFailed",
     "__version__",
     "run_standalone",
@@ -35,7 +39,9 @@ _HOMES = {
     "ElasticConfig": "elastic.cluster.elastic_config",
     "ElasticTrainer": "elastic.cluster.trainer",
     "HangLimits": "elastic.policy.hangs",
+    "Logger": "elastic.training.loggers.logger",
     "Run": "elastic.training.run",
+    "TensorBoardLogger": "elastic.training.loggers.tensorboard",
     "TrainingFailed": "elastic.cluster.driver",
     "run_standalone": "elastic.training.torchrun",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ray import cloudpickle
@@ -16,6 +16,7 @@ from elastic.storage.claim import run_url
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.rollback import RollbackRefused
 from elastic.storage.run_file import load_run_file
+from elastic.training.loggers.logger import Logger
 
 
 def check_function(train: Callable[..., None]) -> None:
@@ -60,9 +61,12 @@ def check_others(others: dict[str, Any]) -> None:
             raise ValueError(f"ElasticTrainer({name}=...) is not supported: {instead}")
 
 
-def check_pickles(train: Callable[..., None], config: dict[str, Any] | None) -> None:
-    """Raises `TypeError` for what cannot be sent to a worker."""
-    for what, value in (("training function", train), ("train_loop_config", config)):
+def check_pickles(
+    train: Callable[..., None], config: dict[str, Any] | None, loggers: Sequence[Logger] = ()
+) -> None:
+    """Raises `TypeError` for what cannot be sent to a worker, or to the driver."""
+    named = {"training function": train, "train_loop_config": config, "loggers": loggers}
+    for what, value in named.items():
         try:
             cloudpickle.dumps(value)
         except Exception as error:

@@ -18,8 +18,8 @@ from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import claim
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
-from elastic.storage.metrics import MetricsWriter
 from elastic.storage.rollback import roll_back, steps_above
+from elastic.training.loggers.fan_out import FannedOutMetrics, FanOut
 
 logger = logging.getLogger("elastic")
 
@@ -48,7 +48,8 @@ class ClaimedRun:
             if config.from_step is not None:
                 steps_above(self.catalog, config.from_step)  # refuses before anything is written
             self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])
-            self.metrics = MetricsWriter(filesystem)
+            self._loggers = FanOut(config.loggers)
+            self.metrics = FannedOutMetrics(filesystem, self._loggers)
             if config.from_step is not None:
                 why = "asked for on submission"
                 roll_back(self.catalog, self._ledger, config.from_step, why, time_s=time.time())
@@ -82,6 +83,7 @@ class ClaimedRun:
         """Into the ledger; a disk that takes nothing more does not end the run."""
         time_s = time.time()
         self.cadence.hear(record.kind, record.step, record.data, time_s)
+        self._loggers.heard(record.kind, record.step, record.reason, record.data)
         try:
             self._ledger.append(
                 record.kind,
@@ -130,3 +132,4 @@ class ClaimedRun:
         """The last event was recorded: give the run back."""
         self._ledger.close()
         self._claim.lease.release()
+        self._loggers.close()  # last, since it may take its time

@@ -10,6 +10,7 @@ from elastic.policy.saves import SaveInterval
 from elastic.policy.situation import Rules
 from elastic.policy.strikes import StrikeRules
 from elastic.storage.claim import RunSpec
+from elastic.training.loggers.logger import Logger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class DriverConfig:
     strikes: StrikeRules = StrikeRules()
     notices: tuple[str, ...] = ()
     """The sources that say that a node will be taken: see `elastic.cluster.notices.sources`."""
+    loggers: tuple[Logger, ...] = ()
     from_scratch: bool = False
     """Checkpoints of an earlier history may be left alone, and the run start at step 0."""
     from_step: int | None = None

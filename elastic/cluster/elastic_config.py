@@ -14,6 +14,7 @@ from elastic.policy.hangs import HangLimits
 from elastic.policy.saves import AUTO, SaveInterval
 from elastic.policy.strikes import StrikeRules
 from elastic.training.foreign import check_trust
+from elastic.training.loggers.logger import Logger, check_loggers
 
 _BELOW = 0.9
 _RAYS_GRACE_S = 3.0
@@ -59,6 +60,9 @@ class ElasticConfig:
     """Where each node hears that it will be taken, and is left in time: one or several of `aws`,
     `aws-rebalance`, `gcp` and `file:PATH`. `auto` is the cloud that the firmware of the machine
     names, and nothing elsewhere; `none` asks nobody."""
+    loggers: Sequence[Logger] = ()
+    """Who else is told the values of each step, and each restart: `elastic.TensorBoardLogger(DIR)`,
+    or an object of yours with the methods of `elastic.Logger`."""
     collective_timeout_s: float = 3600.0
     from_scratch: bool = False
     """Start at step 0 although the run has committed checkpoints that cannot be found."""
@@ -85,6 +89,7 @@ class ElasticConfig:
         check_by_cause(self.max_failures_by_cause)
         StrikeRules(limit=self.node_strikes, expire_s=self.node_strikes_expire_s)
         checked(self.notices)
+        check_loggers(self.loggers)
         if self.from_step is not None and self.from_step < 0:
             raise ValueError(f"from_step is the step of a checkpoint; found {self.from_step}")
         if self.from_step is not None and self.from_scratch:

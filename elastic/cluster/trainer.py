@@ -99,7 +99,7 @@ class ElasticTrainer(TorchTrainer):
             run_config=run,
             **others,
         )
-        checks.check_pickles(train, train_loop_config)
+        checks.check_pickles(train, train_loop_config, self.elastic_config.loggers)
 
     def fit(self, on_status: Callable[[dict[str, Any]], None] | None = None) -> Result:
         """Train until the run is over, and return Ray Train's result for it.
@@ -155,6 +155,7 @@ class ElasticTrainer(TorchTrainer):
             hangs=self.elastic_config.capped_hangs,
             strikes=self.elastic_config.strikes,
             notices=checked(self.elastic_config.notices),
+            loggers=tuple(self.elastic_config.loggers),
             from_scratch=self.elastic_config.from_scratch,
             from_step=self.elastic_config.from_step,
         )
