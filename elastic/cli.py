@@ -31,6 +31,7 @@ from elastic.verbs.rollback import rollback
 from elastic.verbs.run_argument import json_option, open_run, reading, run_argument
 from elastic.verbs.runs import runs
 from elastic.verbs.submit import submit
+from elastic.verbs.watch import watch
 
 QUIET_KINDS = frozenset({"driver_heartbeat", "progress"})
 
@@ -100,3 +101,4 @@ main.add_command(runs)
 main.add_command(save)
 main.add_command(stop)
 main.add_command(submit)
+main.add_command(watch)

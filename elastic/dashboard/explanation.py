@@ -56,9 +56,8 @@ def restarts_text(
     """One restart a line, their sum, and the tries left. `run` is its URL."""
     if not restarts:
         return "\n".join(["no restarts", *_tries(tries)])
-    rows = [_row(one, now_s) for one in restarts]
-    header = ["N", "WHEN (UTC)", "AGO", "CAUSE", "STEP", "LOST", "SECONDS", "WORKERS", "REASON"]
-    lines = table(header, rows, right="N AGO STEP LOST SECONDS")
+    rows = [restart_row(one, now_s) for one in restarts]
+    lines = table(RESTART_HEADER, rows, right=RESTART_RIGHT)
     causes = ", ".join(f"{plain(cause)} {count}" for cause, count in sums.by_cause.items())
     example = f"elastic explain {_shell(run)} --restart {restarts[-1].number}"
     return "\n".join(
@@ -134,7 +133,12 @@ ADVICE_OF = {str(cause): text for cause, text in ADVICE.items()} | {
 """What to look at, by cause."""
 
 
-def _row(one: Restart, now_s: float) -> list[str]:
+RESTART_HEADER = ("N", "WHEN (UTC)", "AGO", "CAUSE", "STEP", "LOST", "SECONDS", "WORKERS", "REASON")
+RESTART_RIGHT = "N AGO STEP LOST SECONDS"
+
+
+def restart_row(one: Restart, now_s: float) -> list[str]:
+    """A restart by the columns of `RESTART_HEADER`; not yet fit for a terminal."""
     return [
         str(one.number),
         moment(one.time_s)[:19],

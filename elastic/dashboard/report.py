@@ -22,7 +22,15 @@ _MOST_DETAIL = 200
 
 def status_text(status: RunStatus) -> str:
     """One fact a line; what the run has not said yet is a dash. Then what a dead rank said last."""
-    facts = {
+    lines = [f"{name:<12}{plain(fact)}" for name, fact in status_facts(status).items()]
+    out = kept_out_text(status.kept_out, status.storage)
+    lines += [f"{'kept out':<12}{plain(line)}" for line in out]
+    return "\n".join(lines + _last_lines(status.last_lines))
+
+
+def status_facts(status: RunStatus) -> dict[str, str]:
+    """In words, by name; not yet fit for a terminal, for runs may hold anything."""
+    return {
         "run": status.name,
         "state": _state(status),
         "workers": _workers(status),
@@ -36,10 +44,6 @@ def status_text(status: RunStatus) -> str:
         "dashboard": status.dashboard_url or UNSAID,
         "last word": f"{age(status.last_word_age_s)} ago",
     }
-    lines = [f"{name:<12}{plain(fact)}" for name, fact in facts.items()]
-    out = kept_out_text(status.kept_out, status.storage)
-    lines += [f"{'kept out':<12}{plain(line)}" for line in out]
-    return "\n".join(lines + _last_lines(status.last_lines))
 
 
 def events_text(events: Sequence[LedgerEvent]) -> str:

@@ -54,12 +54,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: str = 
 
 def to_json(value: Any) -> str:
     """`value` as strict JSON; a number that JSON cannot hold (NaN, infinity) becomes null."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False)
+    return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """`value` with null for each number that JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
