@@ -9,6 +9,7 @@ import uuid
 from elastic.cluster import whereabouts
 from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.inheritance import Inheritance
+from elastic.cluster.ray_metrics import RayMetrics
 from elastic.cluster.recovery import Recovery
 from elastic.policy import budgets, fitting
 from elastic.policy.cadence import Cadence
@@ -49,6 +50,7 @@ class ClaimedRun:
                 steps_above(self.catalog, config.from_step)  # refuses before anything is written
             self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])
             self._loggers = FanOut(config.loggers)
+            self._ray_metrics = RayMetrics(self._claim.run_file.name)
             self.metrics = FannedOutMetrics(filesystem, self._loggers)
             if config.from_step is not None:
                 why = "asked for on submission"
@@ -84,6 +86,7 @@ class ClaimedRun:
         time_s = time.time()
         self.cadence.hear(record.kind, record.step, record.data, time_s)
         self._loggers.heard(record.kind, record.step, record.reason, record.data)
+        self._ray_metrics.heard(record, time_s)
         try:
             self._ledger.append(
                 record.kind,

@@ -1,0 +1,107 @@
+"""What a live run tells others of itself: Ray's own metrics, TensorBoard, and Prometheus' text."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray.train import RunConfig, ScalingConfig
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from elastic import ElasticConfig, ElasticTrainer, TensorBoardLogger
+from elastic.cluster import ray_metrics
+from elastic.cluster.ray_metrics import COUNTERS, GAUGES
+from elastic.dashboard.prometheus import CAUSES, NAMES, PHASES, metrics_text
+from elastic.policy.goodput import goodput
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import read_ledger
+from elastic.storage.metrics import current_metrics, step_times
+from tests.cluster import functions
+from tests.cluster.local_cluster import Fit, LocalCluster, wait_for
+
+Samples = dict[tuple[str, str], float]
+
+
+def samples(text: str, label: str) -> Samples:
+    """Of the run `run`, by name and the value of one more label."""
+    return {
+        (sample.name, sample.labels.get(label, "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.labels.get("run") == "run"
+    }
+
+
+def exported(label: str) -> Samples:
+    """What Ray's nodes hand out to Prometheus."""
+    found: Samples = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                found |= samples(answer.read().decode(), label)
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_b88_a_kill_is_told_everywhere_with_the_ledgers_figures(
+    connected: LocalCluster, tmp_path: Path
+) -> None:
+    trainer = ElasticTrainer(
+        functions.plain,
+        train_loop_config={"until": 100_000},
+        scaling_config=ScalingConfig(num_workers=(1, 3)),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+        elastic_config=ElasticConfig(
+            save_every="25steps", loggers=[TensorBoardLogger(str(tmp_path / "tb"))]
+        ),
+    )
+    fit = Fit(trainer)
+    wait_for("a commit", lambda: [e for e in fit.events("checkpoint_committed") if e.step >= 25])
+    functions.kill(fit.events("generation_started")[0].data["ranks"][1]["pid"])
+    wait_for("the new step", lambda: fit.events("recovered"))
+    by_cause, by_phase = (
+        wait_for(
+            f"Ray's metrics by {label}",
+            lambda label=label: (
+                lambda found: ("ray_elastic_step", "") in found and _counts(found) and found
+            )(exported(label)),
+        )
+        for label in ("cause", "phase")
+    )
+    (recovered,) = [e for e in fit.events("recovered") if e.data["old_world_size"] == 3]
+    assert by_cause["ray_elastic_restarts_total", "worker_killed"] == 1
+    assert by_cause.get(("ray_elastic_lost_steps_total", ""), 0) == recovered.data["lost_steps"]
+    load_s = recovered.data["phases_s"]["load"]
+    assert by_phase["ray_elastic_reform_seconds_total", "load"] >= load_s * 0.999
+    told = {name for name, _ in by_cause | by_phase if name.startswith("ray_elastic")}
+    assert told <= {f"ray_{name}" for name in (*GAUGES, *COUNTERS)}
+    fit.stop()
+    fit.join()
+
+    fs = Filesystem.at(f"{tmp_path}/run")
+    text = metrics_text(Filesystem.at(str(tmp_path)), time.time()).decode()
+    assert samples(text, "cause")["elastic_restarts_total", "worker_killed"] == 1
+    reader = EventAccumulator(str(tmp_path / "tb"), size_guidance={"scalars": 0})
+    reader.Reload()
+    shown = [(one.step, one.value) for one in reader.Scalars("loss")]
+    kept = {step: values["loss"] for step, values in current_metrics(fs).items()}
+    assert [step for step, _ in shown] == sorted(kept)
+    assert dict(shown) == pytest.approx(kept, rel=1e-6)
+    found = goodput(read_ledger(fs), step_times(fs))
+    assert sum(found.slot_seconds.values()) == pytest.approx(found.whole_slot_seconds, rel=1e-3)
+
+
+def _counts(found: Samples) -> bool:
+    return any(re.search("restarts_total|reform_seconds", name) for name, _ in found)
+
+
+def test_both_ways_know_the_same_causes_phases_and_names() -> None:
+    assert set(CAUSES) >= ray_metrics._CAUSES
+    assert set(PHASES) == ray_metrics._PHASES
+    assert {*GAUGES, *COUNTERS} <= NAMES
