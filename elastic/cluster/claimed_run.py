@@ -9,6 +9,7 @@ import uuid
 from elastic.cluster import whereabouts
 from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.inheritance import Inheritance
+from elastic.cluster.injections import Injections
 from elastic.cluster.ray_metrics import RayMetrics
 from elastic.cluster.recovery import Recovery
 from elastic.policy import budgets, fitting
@@ -49,6 +50,7 @@ class ClaimedRun:
             if config.from_step is not None:
                 steps_above(self.catalog, config.from_step)  # refuses before anything is written
             self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])
+            self._injections = Injections()
             self._loggers = FanOut(config.loggers)
             self._ray_metrics = RayMetrics(self._claim.run_file.name)
             self.metrics = FannedOutMetrics(filesystem, self._loggers)
@@ -84,6 +86,7 @@ class ClaimedRun:
     def record(self, record: Record) -> None:
         """Into the ledger; a disk that takes nothing more does not end the run."""
         time_s = time.time()
+        record = self._injections.marked(record, time_s)
         self.cadence.hear(record.kind, record.step, record.data, time_s)
         self._loggers.heard(record.kind, record.step, record.reason, record.data)
         self._ray_metrics.heard(record, time_s)

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from elastic.cluster.inheritance import Inheritance
+from elastic.cluster.injections import ANNOUNCED
 from elastic.policy.events import Event, Record, SaveRequested, StopRequested
 from elastic.storage import requests
 from elastic.storage.filesystem import Filesystem
@@ -82,16 +83,17 @@ class Inbox:
             flaw = "it was meant for an earlier submission of the run"
         generation, step = self._where()
         what = f"{request.kind or 'request'} asked by {request.who}"
+        taken = ANNOUNCED if request.kind == requests.FAULT else "request_taken"
         self._record(
             Record(
-                kind="request_discarded" if flaw else "request_taken",
+                kind="request_discarded" if flaw else taken,
                 generation=generation,
                 step=step,
                 reason=f"{what}: {flaw}" if flaw else what,
                 data={"id": request.id, "request": request.kind},
             )
         )
-        if flaw:
+        if flaw or request.kind == requests.FAULT:
             return
         if request.kind == requests.ALLOW:
             self._allow(request.node, what)

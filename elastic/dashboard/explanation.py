@@ -280,6 +280,7 @@ def _other(event: LedgerEvent) -> str:
 
 
 _SENTENCES: Mapping[str, Callable[[LedgerEvent], str]] = {
+    "fault_announced": _told_by("a fault was announced that somebody injects"),
     "drain_noticed": _noticed,
     "worker_died": lambda event: _told_by(f"{_rank(event)} died")(event),
     "node_lost": lambda event: _told_by(f"{_rank(event)} was lost with its node")(event),

@@ -28,6 +28,7 @@ _SIGNS = frozenset(
     {
         *("drain_noticed", "worker_died", "node_lost", "rank_failed", "stall_seen", "hang_found"),
         *("growth_planned", "request_taken", "start_failed", "waiting"),
+        "fault_announced",
     }
 )
 _STANDS = frozenset({"started", "resumed", "checkpoint_quarantined", "rng_left_out"})

@@ -19,8 +19,10 @@ FORMAT_VERSION = 1
 STOP = "stop"
 SAVE = "save"
 ALLOW = "allow"
+FAULT = "fault"
+"""Somebody is about to break something on purpose: see `elastic.cluster.injections`."""
 
-_KINDS = (STOP, SAVE, ALLOW)
+_KINDS = (STOP, SAVE, ALLOW, FAULT)
 _DIR = "requests"
 _NAME = re.compile(r"([0-9a-f]{32})\.json")
 
@@ -92,7 +94,7 @@ def _parse(request_id: str, text: bytes) -> Request:
         time_s=float(tree["time_s"]),
         epoch=int(tree["epoch"]),
         node=str(tree.get("node", "")),
-        flaw="" if kind in _KINDS else f"expected stop, save or allow, found {kind!r}",
+        flaw="" if kind in _KINDS else f"expected stop, save, allow or fault, found {kind!r}",
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerEvent, read_ledger
-from elastic.storage.requests import STOP, ask
+from elastic.storage.requests import FAULT, STOP, ask
 
 PATIENCE_S = 120.0
 
@@ -90,6 +90,15 @@ class SoakJob:
         assert self._process is not None
         if self._process.poll() is not None:
             raise SoakFailed(f"the run ended before {before}: {self._log()}")
+
+    def announce_fault(self) -> None:
+        """Tell the run of a fault that comes at once: it counts as none of the cluster's own."""
+        asked = ask(self.filesystem, FAULT, who="soak", time_s=time.time(), epoch=1)
+
+        def is_heard() -> bool:
+            return any(e.data.get("id") == asked.id for e in self.events("fault_announced"))
+
+        self.wait_for("word that the fault is announced", is_heard)
 
     def stop(self) -> None:
         """Have it save and stop, and wait for its end."""

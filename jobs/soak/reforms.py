@@ -112,6 +112,7 @@ def _strike(
     survivor = job.ranks()[0]["pid"]
     usages = [Usage.of(survivor)]
     for number in range(0, count, 2):
+        job.announce_fault()
         time.sleep(rng.random() * 0.5)  # anywhere between two saves
         victim = next(rank for rank in job.ranks() if rank["pid"] != survivor)
         os.kill(victim["pid"], signal.SIGKILL)

@@ -57,7 +57,7 @@ def test_requests_are_found_oldest_first_until_they_are_withdrawn(fs: Filesystem
         (b'{"format_version": 9, "kind": "stop"}', "format version 9"),
         (
             b'{"format_version": 1, "kind": "drop", "who": "a", "time_s": 1, "epoch": 1}',
-            "expected stop, save or allow, found 'drop'",
+            "expected stop, save, allow or fault, found 'drop'",
         ),
     ],
 )
