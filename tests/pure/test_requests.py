@@ -24,7 +24,7 @@ from elastic.policy.transitions import decide
 from elastic.storage import lease, requests
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerEvent
-from elastic.storage.requests import ALLOW, SAVE, STOP
+from elastic.storage.requests import ALLOW, FAULT, SAVE, STOP
 from elastic.verbs import requests as verbs
 from tests.pure.test_cli import ARun, ask
 
@@ -207,6 +207,16 @@ def test_storage_trouble_does_not_end_the_looking(
         patch.setattr(Filesystem, "list", lambda *_: (_ for _ in ()).throw(OSError("gone")))
         assert desk.look().posted == []
     assert len(desk.look().posted) == 1
+
+
+def test_an_announced_fault_is_recorded_and_asks_for_nothing(fs: Filesystem) -> None:
+    asked = requests.ask(fs, FAULT, who="soak", time_s=1.0, epoch=2)
+    desk = Desk(fs, 2).look().look()
+    assert (desk.posted, desk.allowed) == ([], [])
+    (record,) = desk.records
+    assert (record.kind, record.reason) == ("fault_announced", "fault asked by soak")
+    assert record.data["id"] == asked.id
+    assert requests.pending(fs) == []
 
 
 def test_a_closed_inbox_takes_nothing(fs: Filesystem) -> None:
