@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 
+from elastic.dashboard.goodput import goodput_if_readable
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import LedgerEvent, read_ledger
+from elastic.storage.run_file import RUN_FILE
 from tests.cluster.local_cluster import PATH, LocalCluster, started
 
 
@@ -33,3 +38,31 @@ def connected(three_nodes: LocalCluster) -> Iterator[LocalCluster]:
     ray.init(address=three_nodes.address, log_to_driver=False)
     yield three_nodes
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def every_slot_second_is_in_one_bucket(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of each run that a test has left: buckets add up to wall time times slots, within 0.1 %."""
+    made_in = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    yield
+    for file in [] if made_in is None else Path(made_in).rglob(RUN_FILE):
+        fs = Filesystem.at(str(file.parent))
+        events = read_ledger(fs)
+        found = goodput_if_readable(fs, events)
+        if found is None:
+            continue  # the test has damaged its metrics
+        whole, buckets = found.whole_slot_seconds, found.slot_seconds.values()
+        assert min(buckets) >= -1e-6 * whole, found
+        assert abs(sum(buckets) - whole) <= 1e-3 * whole, found
+        assert whole <= _most_slot_s(events) * 1.001, found
+
+
+def _most_slot_s(events: list[LedgerEvent]) -> float:
+    """Wall time of all lives, times the most slots that any plan has told of."""
+    sizes = [
+        value
+        for event in events
+        for name in ("world_size", "new_world_size")
+        if isinstance(value := event.data.get(name), int)
+    ]
+    return (events[-1].time_s - events[0].time_s) * max(sizes, default=0) if events else 0.0
