@@ -16,7 +16,7 @@ from elastic.storage.ledger import LedgerEvent, read_ledger
 from tests.cluster import hanging
 from tests.cluster.local_cluster import LocalCluster, is_running, unaccounted_s
 
-LIMIT_S = 1.5
+LIMIT_S = 3.0
 
 
 def test_each_way_to_hang_is_told_and_ended(connected: LocalCluster, tmp_path: Path):  # B65, B70

@@ -234,6 +234,7 @@ def test_every_private_name_in_the_module_is_listed_above():
         "_forget_reports",
         "_place_of",
         "_bundles",
+        "_drop_lost_groups",
         "_extra_groups",
         "_free_places",
         "_lives",
