@@ -74,7 +74,7 @@ FINAL_ERRORS = ("StateMismatch", "NoSoundCheckpoint", "InvalidInput")
 _MOST_DOUBLINGS = 10
 _BACKING_OFF = "backing off for"
 # What is kept of the time until the run's processes are killed, to close the run and to exit.
-_EXIT_S = 0.7
+_EXIT_S = 1.0
 _ENDED_S = 0.5
 _SAME_DEADLINE_S = 1.0
 

@@ -53,7 +53,7 @@ def test_the_node_of_rank_0_is_left_in_time_and_another_is_taken(
         time_s = time.time()
         wait_for("steps after it", lambda: steps_after(job, time_s))
         assert job.events("worker_died", "node_lost", "failure_decided") == []
-        assert unaccounted_s(job.events()) < 0.1
+        assert unaccounted_s(job.events()) < 0.3
 
 
 def steps_after(job: Job, time_s: float) -> bool:
