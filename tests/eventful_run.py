@@ -155,8 +155,11 @@ def _hang(now: Story) -> None:
     until = {
         "node_id": NODES[1],
         "node_ip": "192.0.2.3",
-        "until_s": now.time_s + 1e6,
-        "strikes": [],
+        "until_s": 4e9,
+        "strikes": [
+            {"cause": "worker_killed", "time_s": now.time_s - 40},
+            {"cause": "hang", "time_s": now.time_s},
+        ],
     }
     now.tell("node_kept_out", reason="2 strikes: worker_killed 1, hang 1", data=until)
     now.tell("checkpoint_quarantined", step=40, reason="__0_0.distcp: digest differs")

@@ -165,8 +165,8 @@ class _Routes:
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
             async with contextlib.aclosing(source.changes()) as changes:
                 async for text in changes:

@@ -3,6 +3,8 @@
 import {make, moment} from "./dom.js";
 
 const HEIGHT = 190;
+// Of more re-forms only the signs at the top are drawn, or the lines would hide the curve.
+const MOST_LINES = 40;
 const light = matchMedia("(prefers-color-scheme: light)");
 
 function colours() {
@@ -17,7 +19,8 @@ function marking(marks, place) {
     const {ctx, bbox} = plot;
     const paint = colours();
     ctx.save();
-    for (const mark of marks()) {
+    const told = marks();
+    for (const mark of told) {
       const at = place(mark);
       if (at === null || at === undefined) continue;
       const x = Math.round(plot.valToPos(at, "x", true));
@@ -25,10 +28,12 @@ function marking(marks, place) {
       ctx.strokeStyle = ctx.fillStyle = mark.is_failure ? paint.bad : paint.plan;
       ctx.lineWidth = devicePixelRatio;
       ctx.setLineDash((mark.is_failure ? [5, 3] : [1, 3]).map((one) => one * devicePixelRatio));
-      ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
-      ctx.lineTo(x, bbox.top + bbox.height);
-      ctx.stroke();
+      if (told.length <= MOST_LINES) {
+        ctx.beginPath();
+        ctx.moveTo(x, bbox.top);
+        ctx.lineTo(x, bbox.top + bbox.height);
+        ctx.stroke();
+      }
       const half = 4 * devicePixelRatio;
       ctx.beginPath();
       if (mark.is_failure) {
@@ -40,6 +45,11 @@ function marking(marks, place) {
     }
     ctx.restore();
   };
+}
+
+// Day and time in two lines, as everywhere on the page in UTC.
+function clock(timeS) {
+  return `${moment(timeS).slice(11)}\n${moment(timeS).slice(5, 10)}`;
 }
 
 // One chart: `data()` gives [xs, ys], `marks()` the re-forms, `place(mark)` where on the x axis.
@@ -93,7 +103,7 @@ export class Chart {
           paths: isStepped ? uPlot.paths.stepped({align: 1}) : undefined,
         },
       ],
-      axes: [{...axis, space: isTime ? 90 : 60}, {...axis, size: 62}],
+      axes: [{...axis, space: isTime ? 110 : 60, ...(isTime ? {values: (_, all) => all.map(clock)} : {})}, {...axis, size: 62}],
       hooks: {draw: [marking(marks, place)]},
       legend: {live: true},
     }, this.data, this.box);

@@ -4,7 +4,7 @@ import {make, moment} from "./dom.js";
 
 const SIGNS = {
   death: ["✖", "bad"], "node lost": ["⊗", "bad"], error: ["!", "bad"],
-  drain: ["▽", "good"], strike: ["✦", "warn"], "kept out": ["⛔", "bad"],
+  drain: ["▽", "good"], strike: ["✦", "warn"], "kept out": ["⊘", "bad"],
 };
 
 export function drawLanes(doc) {

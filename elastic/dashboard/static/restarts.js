@@ -35,6 +35,15 @@ function longest(told) {
   return `most: ${PHASES[name]?.[0] ?? name} ${seconds(tookS)}`;
 }
 
+function legend(restarts) {
+  const names = new Set(restarts.flatMap((one) => Object.keys(one.phases_s)));
+  const keys = [...names].map((name) => {
+    const [label, colour] = PHASES[name] ?? [name, "c2"];
+    return make("span", {class: "key"}, make("span", {class: `piece box ${colour}`, "aria-hidden": "true", text: label[0]}), ` ${label}`);
+  });
+  return keys.length ? make("p", {class: "legend"}, make("span", {class: "quiet", text: "Phases:"}), ...keys) : null;
+}
+
 function cause(one) {
   const sign = one.is_failure || one.outcome === "failed" ? "▼" : "■";
   return make("span", {class: one.is_failure || one.outcome === "failed" ? "cause bad" : "cause good"},
@@ -65,7 +74,7 @@ export function drawRestarts(doc, open) {
   });
   const columns = [
     ["N", true, (one) => one.number],
-    ["When (UTC)", false, (one) => moment(one.time_s)],
+    ["When (UTC)", false, (one) => make("span", {class: "when", text: moment(one.time_s)})],
     ["Cause", false, cause],
     ["Step", true, (one) => whole(one.step)],
     ["Lost", true, (one) => whole(one.lost_steps)],
@@ -78,8 +87,10 @@ export function drawRestarts(doc, open) {
       "aria-label": `Story of restart ${one.number}`, onclick: () => open({story: one.number}),
     }), logs(one), stacks(one))],
   ];
+  const isLast = doc.restarts.at(-1).outcome === "failed" ? " The newest row is the failure that ended the run." : "";
   const lines = [
-    make("p", {text: `${sum}. ${count(totals.lost_steps, "step")} done again, ${seconds(totals.took_s)} without a step.`}),
+    make("p", {text: `${sum}. ${count(totals.lost_steps, "step")} done again, ${seconds(totals.took_s)} without a step.${isLast}`}),
+    legend(doc.restarts),
     table("Restarts, the newest first", columns, shown),
   ];
   const box = make("div", {}, ...lines);

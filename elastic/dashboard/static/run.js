@@ -51,7 +51,7 @@ function drawState(told) {
       make("pre", {tabindex: "0", text: status.last_lines.lines.join("\n")}));
   }
   for (const node of status.kept_out) {
-    lines.push(make("p", {class: "note", text: `⛔ node ${node.node_id.slice(0, 12)} (${node.node_ip || "address unknown"}) is kept out: ${node.why}`}));
+    lines.push(make("p", {class: "note", text: `⊘ node ${node.node_id.slice(0, 12)} (${node.node_ip || "address unknown"}) is kept out: ${node.why}`}));
   }
   const about = [];
   if (status.save_interval) about.push(make("p", {}, make("b", {text: "Saves: "}), make("span", {text: status.save_interval.why})));
