@@ -7,7 +7,6 @@ torch, and decides nothing.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -226,14 +225,27 @@ def _events_in(life: int, batches: Sequence[pa.RecordBatch]) -> list[LedgerEvent
     sound = [batch for batch in batches if _is_sound(batch)]
     if not sound:
         return []
-    rows = pa.Table.from_batches(sound).select(_SCHEMA.names).combine_chunks().to_pydict()
+    columns = pa.Table.from_batches(sound).select(_SCHEMA.names).combine_chunks().to_pydict()
     events = []
-    for row in zip(*rows.values(), strict=True):
-        values = dict(zip(rows, row, strict=True))
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            values["data"] = dict(json.loads(values["data"]))
-            if None not in values.values() and math.isfinite(values["time_s"]):
-                events.append(LedgerEvent(life=life, **values))
+    for row in zip(*columns.values(), strict=True):
+        seq, time_s, kind, generation, step, world_rank, reason, text = row
+        try:
+            data = dict(json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            continue
+        if None not in row and math.isfinite(time_s):
+            event = LedgerEvent(
+                life=life,
+                seq=seq,
+                time_s=time_s,
+                kind=kind,
+                generation=generation,
+                step=step,
+                world_rank=world_rank,
+                reason=reason,
+                data=data,
+            )
+            events.append(event)
     return events
 
 

@@ -161,10 +161,13 @@ class MetricsFollower:
 
 def _step_times(table: pa.Table) -> list[StepTime]:
     limits = _limits(table)
-    timed = table.filter(pc.equal(table["name"], "step_s"))
-    columns = (timed[name].to_pylist() for name in ("generation", "step", "time_s", "value"))
+    # Not by `pyarrow.compute`, which would import pandas: that takes longer than all of this.
+    order = ("generation", "step", "time_s", "name", "value")
+    columns = (table[name].to_pylist() for name in order)
     found: dict[tuple[int, int], StepTime] = {}
-    for generation, step, time_s, value in zip(*columns, strict=True):
+    for generation, step, time_s, name, value in zip(*columns, strict=True):
+        if name != "step_s":
+            continue
         limit = limits[generation]
         found[generation, step] = StepTime(
             generation=generation,
@@ -178,11 +181,13 @@ def _step_times(table: pa.Table) -> list[StepTime]:
 
 def _limits(table: pa.Table) -> dict[int, int | None]:
     """By generation the first step that a newer one has made, None if there is none."""
-    starts = table.group_by("generation").aggregate([("step", "min")])
-    pairs = zip(starts["generation"].to_pylist(), starts["step_min"].to_pylist(), strict=True)
+    starts: dict[int, int] = {}
+    columns = (table[name].to_pylist() for name in ("generation", "step"))
+    for generation, step in zip(*columns, strict=True):
+        starts[generation] = min(step, starts.get(generation, step))
     limits: dict[int, int | None] = {}
     limit: int | None = None
-    for generation, start in sorted(pairs, reverse=True):
+    for generation, start in sorted(starts.items(), reverse=True):
         limits[generation] = limit
         limit = start if limit is None else min(limit, start)
     return limits
@@ -225,7 +230,7 @@ def _read_rows(fs: Filesystem, known: dict[str, pa.Table] | None = None) -> pa.T
 
 
 def _read_segment(fs: Filesystem, path: str) -> pa.Table:
-    # `read_table` would import pandas, which takes longer than all else.
+    # `read_table` would import pandas.
     table = pq.ParquetFile(pa.BufferReader(fs.read_bytes(path))).read()
     version = (table.schema.metadata or {}).get(b"format_version", b"0")
     check_format(f"metrics {path}", int(version), FORMAT_VERSION)

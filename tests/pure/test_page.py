@@ -189,6 +189,8 @@ def test_it_listens_on_loopback_alone_unless_told(server: PageServer) -> None:
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
 def test_it_only_reads(server: PageServer, method: str) -> None:
     """B89: each verb, also under a foreign name, whose refusal comes first."""
+    refusal = Guard(is_loopback=True).refuse(method=method, host="localhost", origin=None, given=[])
+    assert refusal is not None and refusal.status == 405
     for path in ("/", "/api/runs", "/api/runs/eventful"):
         assert ask(server, path, method=method)[0] == 405
         assert ask(server, path, method=method, host="evil.example")[0] == 403
