@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import time
 
 import click
 
@@ -62,6 +63,7 @@ def dashboard(
     """
     from elastic.dashboard.page.guard import is_loopback  # aiohttp is for this verb alone
     from elastic.dashboard.page.server import PageServer
+    from elastic.dashboard.prometheus import metrics_text
 
     with reading(storage):
         root = storage_at(storage)
@@ -71,7 +73,10 @@ def dashboard(
             raise BadRun(f"{plain(root.url)} is a run itself: give the storage that holds it")
     if not token:
         token = "" if is_loopback(host) else secrets.token_urlsafe(_TOKEN_BYTES)
-    server = PageServer(root, host=host, port=port, token=token, names=frozenset(names))
+    texts = {"/metrics": lambda: metrics_text(root, time.time()).decode()}
+    server = PageServer(
+        root, host=host, port=port, token=token, names=frozenset(names), texts=texts
+    )
     try:
         server.start()
     except OSError as error:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from elastic.cli import main
 from elastic.dashboard.goodput import read_goodput
 from elastic.dashboard.page import evidence, series
 from elastic.dashboard.page.guard import Guard
@@ -370,3 +374,23 @@ def test_the_verb_imports_the_server_only_when_it_serves() -> None:
     code = "import sys, elastic.cli; print([m for m in ('aiohttp', 'ray') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_the_verb_prints_where_it_serves_and_ends_when_interrupted(tmp_path: Path) -> None:
+    eventful_run(tmp_path / "eventful")
+    command = [sys.executable, "-m", "elastic", "dashboard", "--storage", str(tmp_path)]
+    with subprocess.Popen(
+        [*command, "--port", "0", "--json"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            told = json.loads(process.stdout.readline())
+            with urllib.request.urlopen(f"{told['url']}metrics", timeout=20) as answer:
+                assert b"elastic_run_state" in answer.read()
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    result = CliRunner().invoke(main, ["dashboard", "--storage", str(tmp_path / "nowhere")])
+    assert result.exit_code == 2 and "there is no such directory" in result.output
+    result = CliRunner().invoke(main, ["dashboard", "--storage", str(tmp_path / "eventful")])
+    assert result.exit_code == 2 and "is a run itself" in result.output
