@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 from elastic.dashboard.page.evidence import is_contained
 from elastic.dashboard.page.run_document import RunReader
-from elastic.dashboard.text import to_json
+from elastic.dashboard.text import finite
 from elastic.storage.filesystem import Filesystem
 
 POLL_S = 0.3
@@ -155,5 +156,7 @@ class Feed:
         mark = self._source.mark()
         if mark == self._mark and time.monotonic() - self._made_s < _REBUILD_S:
             return
-        latest = to_json(self._source.document(time.time()))
+        document = finite(self._source.document(time.time()))
+        # On one line: with indentation it would be made by slow code.
+        latest = json.dumps(document, allow_nan=False)
         self._latest, self._mark, self._made_s = latest, mark, time.monotonic()

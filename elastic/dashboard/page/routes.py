@@ -170,18 +170,14 @@ class _Routes:
             await response.prepare(request)
             async with contextlib.aclosing(source.changes()) as changes:
                 async for text in changes:
-                    # An event ends at an empty line, and JSON needs no line ends.
-                    told = f"data: {_one_line(text)}\n\n" if text else ": still here\n\n"
+                    # An event ends at an empty line; this JSON is on one line.
+                    told = f"data: {text}\n\n" if text else ": still here\n\n"
                     await response.write(told.encode())
         except ConnectionResetError:
             pass  # the viewer has left
         finally:
             self._streams.discard(task)
         return response
-
-
-def _one_line(text: str) -> str:
-    return text.replace("\n", "")
 
 
 def _file(path: str) -> web.StreamResponse:
