@@ -18,6 +18,7 @@ from elastic.dashboard.text import to_json
 from elastic.storage.ledger import read_ledger
 from elastic.verbs import node_allow
 from elastic.verbs.checkpoints import checkpoints
+from elastic.verbs.dashboard import dashboard
 from elastic.verbs.explain import explain
 from elastic.verbs.export import export
 from elastic.verbs.goodput import goodput
@@ -88,6 +89,7 @@ def events(
 
 node_allow.add_to(node)
 main.add_command(checkpoints)
+main.add_command(dashboard)
 main.add_command(explain)
 main.add_command(export)
 main.add_command(goodput)

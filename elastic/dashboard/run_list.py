@@ -14,7 +14,7 @@ from elastic.dashboard.status import driver_seen_gone, summarise
 from elastic.dashboard.text import age, table
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
-from elastic.storage.ledger import read_ledger
+from elastic.storage.ledger import LedgerEvent, read_ledger
 from elastic.storage.run_file import RUN_FILE, RunFile, load_run_file
 
 _NUM_PARALLEL_READS = 8
@@ -64,15 +64,42 @@ def _row(fs: Filesystem, directory: str, now_s: float) -> RunRow | None:
     """None for a directory that is not a run's."""
     run_file = load_run_file(fs)
     if run_file is None:
-        if not _PARTS & {entry.name for entry in fs.list()}:
-            return None
-        return RunRow(directory=directory, problem=f"its {RUN_FILE} is missing")
+        return row_without_run_file(fs, directory)
     return _row_of(fs, directory, run_file, now_s)
+
+
+def row_without_run_file(fs: Filesystem, directory: str) -> RunRow | None:
+    """That of a damaged run; None for a directory that is not a run's."""
+    if not _PARTS & {entry.name for entry in fs.list()}:
+        return None
+    return RunRow(directory=directory, problem=f"its {RUN_FILE} is missing")
 
 
 def _row_of(fs: Filesystem, directory: str, run_file: RunFile, now_s: float) -> RunRow:
     gone = driver_seen_gone(fs)
     events = read_ledger(fs)
+    return row_of(
+        fs,
+        directory,
+        run_file,
+        events,
+        share=read_goodput(fs, events).share,
+        gone=gone,
+        now_s=now_s,
+    )
+
+
+def row_of(
+    fs: Filesystem,
+    directory: str,
+    run_file: RunFile,
+    events: Sequence[LedgerEvent],
+    *,
+    share: float | None,
+    gone: str,
+    now_s: float,
+) -> RunRow:
+    """The row that these facts add up to; `gone` is as `driver_seen_gone` says."""
     checkpoint = Catalog(fs, run_file.run_id).highest()
     status = summarise(run_file, events, checkpoint, storage=fs.url, now_s=now_s, gone=gone)
     return RunRow(
@@ -84,7 +111,7 @@ def _row_of(fs: Filesystem, directory: str, run_file: RunFile, now_s: float) -> 
         loss=status.loss,
         world_size=status.world_size,
         restarts=status.restarts,
-        goodput=read_goodput(fs, events).share,
+        goodput=share,
         age_s=max(0.0, now_s - run_file.created_s),
         last_word_age_s=status.last_word_age_s,
     )

@@ -39,7 +39,8 @@ class Retention:
         steps = sorted(set(complete_steps))
         newest = steps if self.keep == -1 else steps[-self.keep :]
         kept = set(newest) | set(protected)
-        return [step for step in steps if step not in kept and not self._archived(step)]
+        return [step for step in steps if step not in kept and not self.archives(step)]
 
-    def _archived(self, step: int) -> bool:
+    def archives(self, step: int) -> bool:
+        """Whether that step is kept for ever."""
         return self.keep_every is not None and step % self.keep_every == 0

@@ -7,12 +7,11 @@ torch, and decides nothing.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -24,7 +23,7 @@ from elastic.storage.format import check_format
 from elastic.storage.redaction import redacted, redacted_text
 
 FORMAT_VERSION = 1
-_DIR = "ledger"
+DIR = "ledger"
 _LIFE = re.compile(r"(\d{6,})-([A-Za-z0-9_-]+)(\.arrows)?")
 _LIFE_ID = re.compile(r"[A-Za-z0-9_-]+")
 _SEGMENT = re.compile(r"(\d{9,})\.arrows")
@@ -82,7 +81,7 @@ class LedgerWriter:
             )
         self.life = life
         self._fs = fs
-        self._path = f"{_DIR}/{life:06d}-{life_id}"
+        self._path = f"{DIR}/{life:06d}-{life_id}"
         self._next_seq = 0
         self._broken = False
         if fs.exists(self._path) or fs.exists(self._path + ".arrows"):
@@ -162,8 +161,8 @@ def read_ledger(fs: Filesystem) -> list[LedgerEvent]:
     the disk is left out and shows as a gap in `seq`. Raises `UnsupportedFormat`.
     """
     events: list[LedgerEvent] = []
-    for life, name in _lives(fs):
-        path = f"{_DIR}/{name}"
+    for life, name in lives(fs):
+        path = f"{DIR}/{name}"
         if name.endswith(".arrows"):
             events += _events(life, path, fs.read_bytes(path))
         else:
@@ -173,22 +172,45 @@ def read_ledger(fs: Filesystem) -> list[LedgerEvent]:
 
 def next_life(fs: Filesystem) -> int:
     """One more than the highest life in the ledger, 0 when there is none."""
-    return max((life for life, _ in _lives(fs)), default=-1) + 1
+    return max((life for life, _ in lives(fs)), default=-1) + 1
 
 
-def _lives(fs: Filesystem) -> list[tuple[int, str]]:
-    lives = []
-    for entry in fs.list(_DIR):
+def lives(fs: Filesystem) -> list[tuple[int, str]]:
+    """(life, name of its file or folder in `DIR`) of each, in order."""
+    found = []
+    for entry in fs.list(DIR):
         matched = _LIFE.fullmatch(entry.name)
         if matched and entry.is_dir == (matched[3] is None):
-            lives.append((int(matched[1]), entry.name))
-    return sorted(lives)
+            found.append((int(matched[1]), entry.name))
+    return sorted(found)
+
+
+def segments_of(fs: Filesystem, path: str) -> list[str]:
+    """Paths of the segments of one life on an object store, in order."""
+    matches = (_SEGMENT.fullmatch(entry.name) for entry in fs.list(path) if not entry.is_dir)
+    numbered = sorted((int(matched[1]), matched[0]) for matched in matches if matched)
+    return [f"{path}/{name}" for _, name in numbered]
+
+
+def next_events(
+    life: int, path: str, data: bytes, *, is_start: bool
+) -> tuple[list[LedgerEvent], int]:
+    """The whole events in `data`, and how many of its bytes they take.
+
+    Unless `is_start`, the data goes on after an event that was read before. Raises
+    `UnsupportedFormat`.
+    """
+    head = b"" if is_start else _SCHEMA.serialize().to_pybytes()
+    buffer = pa.BufferReader(head + data)
+    batches, end = [], len(head)
+    for batch in _batches(path, buffer):
+        batches.append(batch)
+        end = buffer.tell()
+    return _events_in(life, batches), end - len(head)
 
 
 def _read_segments(fs: Filesystem, life: int, path: str) -> list[LedgerEvent]:
-    matches = (_SEGMENT.fullmatch(entry.name) for entry in fs.list(path) if not entry.is_dir)
-    numbered = sorted((int(matched[1]), matched[0]) for matched in matches if matched)
-    segments = [f"{path}/{name}" for _, name in numbered]
+    segments = segments_of(fs, path)
     with ThreadPoolExecutor(_NUM_PARALLEL_READS) as pool:
         contents = list(pool.map(fs.read_bytes, segments))
     pairs = zip(segments, contents, strict=True)
@@ -196,23 +218,40 @@ def _read_segments(fs: Filesystem, life: int, path: str) -> list[LedgerEvent]:
 
 
 def _events(life: int, path: str, data: bytes) -> list[LedgerEvent]:
-    batches = [batch for batch in _batches(path, data) if _is_sound(batch)]
-    if not batches:
+    return _events_in(life, list(_batches(path, pa.BufferReader(data))))
+
+
+def _events_in(life: int, batches: Sequence[pa.RecordBatch]) -> list[LedgerEvent]:
+    sound = [batch for batch in batches if _is_sound(batch)]
+    if not sound:
         return []
-    rows = pa.Table.from_batches(batches).select(_SCHEMA.names).combine_chunks().to_pydict()
+    columns = pa.Table.from_batches(sound).select(_SCHEMA.names).combine_chunks().to_pydict()
     events = []
-    for row in zip(*rows.values(), strict=True):
-        values = dict(zip(rows, row, strict=True))
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            values["data"] = dict(json.loads(values["data"]))
-            if None not in values.values() and math.isfinite(values["time_s"]):
-                events.append(LedgerEvent(life=life, **values))
+    for row in zip(*columns.values(), strict=True):
+        seq, time_s, kind, generation, step, world_rank, reason, text = row
+        try:
+            data = dict(json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            continue
+        if None not in row and math.isfinite(time_s):
+            event = LedgerEvent(
+                life=life,
+                seq=seq,
+                time_s=time_s,
+                kind=kind,
+                generation=generation,
+                step=step,
+                world_rank=world_rank,
+                reason=reason,
+                data=data,
+            )
+            events.append(event)
     return events
 
 
-def _batches(path: str, data: bytes) -> Iterator[pa.RecordBatch]:
+def _batches(path: str, data: pa.BufferReader) -> Iterator[pa.RecordBatch]:
     try:
-        stream = pa.ipc.open_stream(pa.py_buffer(data))
+        stream = pa.ipc.open_stream(data)
         version = (stream.schema.metadata or {}).get(b"format_version", b"0")
         number = int(version) if version.isdigit() else version
         check_format(f"ledger {path}", number, FORMAT_VERSION)

@@ -109,7 +109,10 @@ def current_metrics(fs: Filesystem) -> dict[int, dict[str, float]]:
 
     A generation that started at step s supersedes what older ones logged for s and later steps.
     """
-    table = _read_rows(fs)
+    return _current(_read_rows(fs))
+
+
+def _current(table: pa.Table) -> dict[int, dict[str, float]]:
     limits = _limits(table)
     current: dict[int, dict[str, float]] = {}
     columns = (table[name].to_pylist() for name in ("generation", "step", "name", "value"))
@@ -134,12 +137,37 @@ class StepTime:
 
 def step_times(fs: Filesystem) -> list[StepTime]:
     """Each step of each generation that logged `step_s`, once. Raises `UnsupportedFormat`."""
-    table = _read_rows(fs)
+    return _step_times(_read_rows(fs))
+
+
+class MetricsFollower:
+    """Metrics that are read on as they grow: each segment is read from storage once.
+
+    Raises `UnsupportedFormat`, like the functions of the same names.
+    """
+
+    def __init__(self, fs: Filesystem) -> None:
+        self._fs = fs
+        self._known: dict[str, pa.Table] = {}
+
+    def current_metrics(self) -> dict[int, dict[str, float]]:
+        """See the function."""
+        return _current(_read_rows(self._fs, self._known))
+
+    def step_times(self) -> list[StepTime]:
+        """See the function."""
+        return _step_times(_read_rows(self._fs, self._known))
+
+
+def _step_times(table: pa.Table) -> list[StepTime]:
     limits = _limits(table)
-    timed = table.filter(pc.equal(table["name"], "step_s"))
-    columns = (timed[name].to_pylist() for name in ("generation", "step", "time_s", "value"))
+    # Not by `pyarrow.compute`, which would import pandas: that takes longer than all of this.
+    order = ("generation", "step", "time_s", "name", "value")
+    columns = (table[name].to_pylist() for name in order)
     found: dict[tuple[int, int], StepTime] = {}
-    for generation, step, time_s, value in zip(*columns, strict=True):
+    for generation, step, time_s, name, value in zip(*columns, strict=True):
+        if name != "step_s":
+            continue
         limit = limits[generation]
         found[generation, step] = StepTime(
             generation=generation,
@@ -153,11 +181,13 @@ def step_times(fs: Filesystem) -> list[StepTime]:
 
 def _limits(table: pa.Table) -> dict[int, int | None]:
     """By generation the first step that a newer one has made, None if there is none."""
-    starts = table.group_by("generation").aggregate([("step", "min")])
-    pairs = zip(starts["generation"].to_pylist(), starts["step_min"].to_pylist(), strict=True)
+    starts: dict[int, int] = {}
+    columns = (table[name].to_pylist() for name in ("generation", "step"))
+    for generation, step in zip(*columns, strict=True):
+        starts[generation] = min(step, starts.get(generation, step))
     limits: dict[int, int | None] = {}
     limit: int | None = None
-    for generation, start in sorted(pairs, reverse=True):
+    for generation, start in sorted(starts.items(), reverse=True):
         limits[generation] = limit
         limit = start if limit is None else min(limit, start)
     return limits
@@ -177,19 +207,31 @@ def _write_segment(fs: Filesystem, generation: int, rows: list[Row]) -> str:
     return path
 
 
-def _read_rows(fs: Filesystem) -> pa.Table:
+def _read_rows(fs: Filesystem, known: dict[str, pa.Table] | None = None) -> pa.Table:
+    """What is in `known` by name is not read again, and what is read is put there."""
+    known = {} if known is None else known
     found = []
     for entry in fs.list(_DIR):
         matched = _SEGMENT.fullmatch(entry.name)
         if matched and not entry.is_dir:
             found.append(([int(number or 0) for number in matched.groups()], entry.name))
     with ThreadPoolExecutor(_NUM_PARALLEL_READS) as pool:
-        tables = list(pool.map(lambda one: _read_segment(fs, f"{_DIR}/{one[1]}"), sorted(found)))
+        names = [name for _, name in sorted(found)]
+        fresh = [name for name in names if name not in known]
+        known.update(
+            zip(
+                fresh,
+                pool.map(lambda name: _read_segment(fs, f"{_DIR}/{name}"), fresh),
+                strict=True,
+            )
+        )
+    tables = [known[name] for name in names]
     return pa.concat_tables(tables) if tables else _SCHEMA.empty_table()
 
 
 def _read_segment(fs: Filesystem, path: str) -> pa.Table:
-    table = pq.read_table(pa.BufferReader(fs.read_bytes(path)))
+    # `read_table` would import pandas.
+    table = pq.ParquetFile(pa.BufferReader(fs.read_bytes(path))).read()
     version = (table.schema.metadata or {}).get(b"format_version", b"0")
     check_format(f"metrics {path}", int(version), FORMAT_VERSION)
     return table.select(_SCHEMA.names).cast(_SCHEMA)

@@ -120,3 +120,12 @@ def test_ci_types_what_the_readme_tells_a_person_to_type() -> None:
     assert install.replace("install", "install --quiet") in ci
     assert ci[-1] == test
     assert "set -euo pipefail" in ci
+
+
+def test_what_the_browser_loads_is_in_the_package() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    patterns = tool["setuptools"]["package-data"]["elastic.dashboard"]
+    room = ROOT / "elastic" / "dashboard"
+    packed = {path for pattern in patterns for path in room.glob(pattern) if path.is_file()}
+    there = {path for path in (room / "static").rglob("*") if path.is_file()}
+    assert there and there <= packed

@@ -1,0 +1,103 @@
+"""The guard: which requests the page answers at all. Pure; knows neither sockets nor aiohttp.
+
+A page bound to loopback is reached by anything that a browser on this machine loads, so the name it
+was asked under counts (DNS rebinding). Any other address needs a token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Collection
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why a request is not answered, and the HTTP status that says so."""
+
+    status: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """`token` is "" for an address that only this machine reaches; `names` are further hosts."""
+
+    is_loopback: bool
+    token: str = ""
+    names: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not self.is_loopback and not self.token:
+            raise ValueError("an address that other machines reach needs a token")
+
+    def refuse(
+        self, *, method: str, host: str, origin: str | None, given: Collection[str]
+    ) -> Refusal | None:
+        """None if the request may be answered. `given` are the tokens that came with it."""
+        if not self._is_ours(host):
+            return Refusal(status=403, why=f"this page is not served under the name {host!r}")
+        if origin is not None and not _is_same(origin, host):
+            return Refusal(status=403, why=f"a page of {origin!r} may not ask this one")
+        if self.token and not any(
+            hmac.compare_digest(one.encode("utf-8", "replace"), self.token.encode())
+            for one in given
+        ):
+            return Refusal(
+                status=401, why="give the token: ?token=... or Authorization: Bearer ..."
+            )
+        if method not in ("GET", "HEAD"):
+            return Refusal(status=405, why="this page only reads: GET and HEAD")
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        name = _name(host)
+        if name in LOOPBACK_NAMES | {one.lower() for one in self.names}:
+            return True
+        # Nobody can point another site's name at an address that the browser was given as numbers.
+        return not self.is_loopback and _is_address(name)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches a server that is bound to it."""
+    if address == "localhost":
+        return True
+    return _is_address(address) and ipaddress.ip_address(address).is_loopback
+
+
+def _name(host: str) -> str:
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""
+
+
+def _is_same(origin: str, host: str) -> bool:
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,52 @@
+// The page: which view it is, and its live stream. Each view draws one document again and again.
+
+import {make, tick} from "./dom.js";
+import {drawList} from "./list.js";
+import {drawRun} from "./run.js";
+
+const main = document.getElementById("main");
+const link = document.getElementById("link");
+const where = document.getElementById("where");
+
+// A token in the address is in the cookie by now, and must not stay in the history.
+const address = new URL(location.href);
+if (address.searchParams.has("token")) {
+  address.searchParams.delete("token");
+  history.replaceState(null, "", address);
+}
+
+const matched = /^\/runs\/([^/]+)$/.exec(location.pathname);
+const api = matched ? `/api/runs/${matched[1]}` : "/api";
+const draw = matched ? drawRun(main, api) : drawList(main);
+if (matched) where.textContent = nameOf(matched[1]);
+
+function nameOf(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+function say(text, kind) {
+  link.textContent = text;
+  link.className = kind;
+}
+
+async function explain() {
+  const answer = await fetch(matched ? api : "/api/runs").catch(() => null);
+  if (answer === null || answer.ok || answer.status >= 500) return;
+  main.replaceChildren(make("p", {class: "problem", role: "alert", text: await answer.text()}));
+}
+
+const stream = new EventSource(`${api}/changes`);
+stream.onopen = () => say("● live", "good");
+stream.onerror = () => {
+  say("○ no connection; what is shown is old", "bad");
+  explain();
+};
+stream.onmessage = (message) => {
+  draw(JSON.parse(message.data));
+  main.dataset.drawn = String(Number(main.dataset.drawn ?? 0) + 1);
+};
+setInterval(tick, 1000);
