@@ -245,7 +245,7 @@ def stop(within_s: float | None = 3.0) -> e.StopRequested:
 def test_a_stop_within_a_time_ends_with_what_is_committed():
     drive = paced(2, step_s=0.1, save_s=0.5)
     assert order(drive(stop())).has_deadline
-    assert drive(e.Tick(), after_s=2.2) == []
+    assert drive(e.Tick(), after_s=1.9) == []
     drive(e.Tick(), after_s=0.2)
     assert drive.now.phase is Phase.STOPPED
     assert drive.now.reason.startswith("SIGTERM")
@@ -281,7 +281,7 @@ def test_a_stop_does_not_wait_for_processes_that_do_not_end():
     left(drive, 2)
     assert drive.now.phase is Phase.STOPPING
     drive(stop())
-    assert drive(e.Tick(), after_s=2.7) == []
+    assert drive(e.Tick(), after_s=2.4) == []
     drive(e.Tick(), after_s=0.2)
     assert drive.now.phase is Phase.STOPPED
 
@@ -305,7 +305,7 @@ def test_the_first_of_several_times_counts():
     drive(stop(within_s=None))
     assert drive.now.leave_by_s is None
     drive(stop(within_s=30.0), stop(within_s=3.0), stop(within_s=60.0))
-    assert drive.now.leave_by_s == pytest.approx(drive.time_s + 2.3)
+    assert drive.now.leave_by_s == pytest.approx(drive.time_s + 2.0)
 
 
 def test_without_a_time_a_stop_is_left_in_peace():
