@@ -608,6 +608,14 @@ def launch(
     )
 
 
+def connection() -> object:
+    """What tells one connection of this process to a cluster from the next; None without one.
+
+    Asks no compiled code, so that it may be called while another thread shuts Ray down.
+    """
+    return ray._private.worker._global_node if ray.is_initialized() else None
+
+
 def give_back(controller: Any) -> int:
     """Remove the placement groups of a controller that has died; how many there were.
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from elastic.cluster import whereabouts
 from elastic.cluster.driver_config import DriverConfig, TakeOver
-from elastic.cluster.ray_internals import give_back
+from elastic.cluster.ray_internals import connection, give_back
 from elastic.storage import lease
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerEvent, LedgerWriter, next_life, read_ledger
@@ -32,6 +32,7 @@ MOST_TAKE_OVERS = 3
 _BACKOFF_S = (0.0, 1.0, 5.0)
 # What a driver asked Ray to reserve in its last moment may be reserved after its death is known.
 _SWEEP_S = 10.0
+_SHUT_DOWN_S = 1.0
 _MOST_TEXT = 400
 # As long as a head that is kept by something needs to come back, at most.
 _HEAD_BACK_S = 5.0
@@ -53,7 +54,7 @@ class Succession:
         self._launch = launch
         self._since_life = next_life(filesystem)
         self._stop_asked: tuple[str, float | None] | None = None
-        self._job_id = ""
+        self._connection: object = None
         self._driver: Any = None
         self._dead: Any = None
         self._dead_until_s = 0.0
@@ -79,15 +80,15 @@ class Succession:
         and `RuntimeError` when this process has left its Ray cluster.
         """
         config = self._config
-        self._job_id = ray.get_runtime_context().get_job_id()
+        self._connection = connection()
         while True:
             self._driver = self._launch(config)
             self._pass_on_stop()
             try:
                 return self._wait(on_status)
             except BaseException as error:
-                # `ray.shutdown` cuts a call off with anything: SystemExit has been seen.
-                self._check_connection()
+                # `ray.shutdown` cuts a call off, before it is done, with anything, as SystemExit.
+                self._check_connection(0.0 if isinstance(error, RayError) else _SHUT_DOWN_S)
                 if not isinstance(error, RayActorError) or error.actor_init_failed:
                     raise
                 noticed_s = time.time()
@@ -131,13 +132,11 @@ class Succession:
         outcome: dict[str, Any] = ray.get(self._driver.outcome.remote())
         return outcome
 
-    def _check_connection(self) -> None:
+    def _check_connection(self, patience_s: float = 0.0) -> None:
         """Ray connects by itself on its next call, to whatever cluster it finds."""
-        try:
-            is_here = ray.is_initialized()
-            is_here = is_here and ray.get_runtime_context().get_job_id() == self._job_id
-        except Exception:  # noqa: BLE001 - it is half gone
-            is_here = False
+        until_s = time.monotonic() + patience_s
+        while (is_here := connection() is self._connection) and time.monotonic() < until_s:
+            time.sleep(0.05)
         if not is_here:
             raise RuntimeError(
                 "this process left its Ray cluster (`ray.shutdown`) while `fit` waited for a run, "

@@ -121,6 +121,7 @@ ATTRIBUTES = {
         "_scaling_policy",
         "worker_group_cls",
     ],
+    "ray._private.worker": ["_global_node"],
     "ray.train.v2.api.config:ScalingConfig": ["_resources_per_worker_not_none"],
 }
 
