@@ -21,6 +21,9 @@ DEFINITION = (
     "`elastic goodput RUN` tells where the rest went."
 )
 
+DAMAGED_METRICS = (pa.ArrowException, OSError, ValueError, KeyError)
+"""What reading metrics raises that are there and cannot be read."""
+
 _MOST_TOLD = 3
 _SHORTEST_TOLD_S = 0.05
 
@@ -34,7 +37,7 @@ def goodput_if_readable(fs: Filesystem, events: Iterable[LedgerEvent]) -> Goodpu
     """The same, but None where the metrics are damaged, which must not hide all else."""
     try:
         return read_goodput(fs, events)
-    except (pa.ArrowException, OSError, ValueError, KeyError):
+    except DAMAGED_METRICS:
         return None
 
 

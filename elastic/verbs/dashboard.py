@@ -14,19 +14,20 @@ import click
 
 from elastic.dashboard.text import plain
 from elastic.storage.run_file import RUN_FILE
-from elastic.verbs.run_argument import BadRun, Problem, json_option, reading, storage_at
+from elastic.verbs.run_argument import (
+    BadRun,
+    Problem,
+    json_option,
+    reading,
+    storage_at,
+    storage_option,
+)
 
 _TOKEN_BYTES = 24
 
 
 @click.command(short_help="A web page of all runs below a storage root.")
-@click.option(
-    "--storage",
-    default="~/elastic-runs",
-    show_default=True,
-    metavar="URL",
-    help="Path or URL, as given to the runs.",
-)
+@storage_option
 @click.option(
     "--port",
     type=click.IntRange(min=0, max=65535),

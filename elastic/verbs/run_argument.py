@@ -22,6 +22,13 @@ _CREDENTIALS = re.compile("//[^/@]*@")
 
 run_argument = click.argument("run", metavar="RUN")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+storage_option = click.option(
+    "--storage",
+    default="~/elastic-runs",
+    show_default=True,
+    metavar="URL",
+    help="Path or URL, as given to the runs.",
+)
 
 
 class BadRun(click.ClickException):

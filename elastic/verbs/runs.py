@@ -12,7 +12,7 @@ from elastic.dashboard.goodput import DEFINITION
 from elastic.dashboard.run_list import list_runs, runs_text
 from elastic.dashboard.text import plain, to_json
 from elastic.storage.run_file import RUN_FILE
-from elastic.verbs.run_argument import BadRun, json_option, reading, storage_at
+from elastic.verbs.run_argument import BadRun, json_option, reading, storage_at, storage_option
 
 
 @click.command(
@@ -28,13 +28,7 @@ from elastic.verbs.run_argument import BadRun, json_option, reading, storage_at
     Exit codes: 0 listed, 2 no such storage.
     """,
 )
-@click.option(
-    "--storage",
-    default="~/elastic-runs",
-    show_default=True,
-    metavar="URL",
-    help="Path or URL, as given to the runs.",
-)
+@storage_option
 @json_option
 def runs(storage: str, as_json: bool) -> None:
     """See the decorator: the definition of goodput stands beside its formula."""

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import pyarrow as pa
-
 from elastic.dashboard import goodput as goodput_report
 from elastic.dashboard.explanation import restart_text
 from elastic.dashboard.page import lanes, saves, series
@@ -147,13 +145,13 @@ class RunReader:
         """None where the metrics are damaged, which must not hide all else."""
         try:
             return goodput(events, self._metrics.step_times())
-        except (pa.ArrowException, OSError, ValueError, KeyError):
+        except goodput_report.DAMAGED_METRICS:
             return None
 
     def _current(self) -> dict[int, dict[str, float]]:
         try:
             return self._metrics.current_metrics()
-        except (pa.ArrowException, OSError, ValueError, KeyError):
+        except goodput_report.DAMAGED_METRICS:
             return {}
 
 
