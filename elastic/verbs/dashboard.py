@@ -13,6 +13,7 @@ import time
 import click
 
 from elastic.dashboard.text import plain
+from elastic.policy.addresses import is_loopback
 from elastic.storage.run_file import RUN_FILE
 from elastic.verbs.run_argument import (
     BadRun,
@@ -62,8 +63,7 @@ def dashboard(
     \b
     Exit codes: 0 ended, 1 the address cannot be had, 2 no such storage.
     """
-    from elastic.dashboard.page.guard import is_loopback  # aiohttp is for this verb alone
-    from elastic.dashboard.page.server import PageServer
+    from elastic.dashboard.page.server import PageServer  # aiohttp is for this verb alone
     from elastic.dashboard.prometheus import metrics_text
 
     with reading(storage):
