@@ -65,6 +65,7 @@ def dashboard(
     """
     from elastic.dashboard.page.server import PageServer  # aiohttp is for this verb alone
     from elastic.dashboard.prometheus import metrics_text
+    from elastic.dashboard.run_picture import Readers
 
     with reading(storage):
         root = storage_at(storage)
@@ -74,7 +75,8 @@ def dashboard(
             raise BadRun(f"{plain(root.url)} is a run itself: give the storage that holds it")
     if not token:
         token = "" if is_loopback(host) else secrets.token_urlsafe(_TOKEN_BYTES)
-    texts = {"/metrics": lambda: metrics_text(root, time.time()).decode()}
+    runs = Readers(root)
+    texts = {"/metrics": lambda: metrics_text(runs, time.time()).decode()}
     server = PageServer(
         root, host=host, port=port, token=token, names=frozenset(names), texts=texts
     )

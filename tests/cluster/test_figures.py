@@ -19,6 +19,7 @@ from elastic.cluster import ray_metrics
 from elastic.cluster.ray_metrics import COUNTERS, GAUGES
 from elastic.dashboard.prometheus import CAUSES, NAMES, PHASES, metrics_text
 from elastic.dashboard.restarts import restarts_of
+from elastic.dashboard.run_picture import Readers
 from elastic.policy.goodput import goodput
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
@@ -118,7 +119,7 @@ def test_b88_a_kill_is_told_everywhere_with_the_ledgers_figures(
     check_page_is_gone(url)
 
     fs = Filesystem.at(f"{tmp_path}/{RUN}")
-    text = metrics_text(Filesystem.at(str(tmp_path)), time.time()).decode()
+    text = metrics_text(Readers(Filesystem.at(str(tmp_path))), time.time()).decode()
     assert samples(text, "cause")["elastic_restarts_total", "worker_killed"] == 1
     reader = EventAccumulator(str(tmp_path / "tb"), size_guidance={"scalars": 0})
     reader.Reload()

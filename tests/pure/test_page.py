@@ -22,7 +22,7 @@ from elastic.cli import main
 from elastic.dashboard.goodput import read_goodput
 from elastic.dashboard.page import evidence, series
 from elastic.dashboard.page.guard import Guard
-from elastic.dashboard.page.run_document import RunReader
+from elastic.dashboard.page.run_document import RunPage
 from elastic.dashboard.page.server import PageServer
 from elastic.dashboard.restarts import restarts_of, totals
 from elastic.dashboard.run_list import list_runs
@@ -87,6 +87,7 @@ def test_every_figure_is_that_of_the_reports(server: PageServer, root: Path) -> 
     tries = tries_left(events)
     assert tries is not None
     assert [one["left"] for one in found["tries_left"]] == [one.left for one in tries]
+    assert {one["budget"]: one["used"] for one in found["tries_left"]}["exceptions"] == 1
     assert found["status"]["state"] == "FAILED"
     assert "ValueError: bad sample 7" in found["status"]["reason"]
 
@@ -105,7 +106,7 @@ def test_a_replayed_step_has_one_current_row_with_its_newest_value(tmp_path: Pat
     now.train(10)
     now.save()
     now.train(2)
-    old = RunReader(now.fs, "run").document(0.0)["steps"]
+    old = RunPage(now.fs, "run").document(0.0)["steps"]
     now.tell("worker_died", world_rank=1, step=12, reason="SIGKILL")
     now.decide("worker_killed", 1, "SIGKILL")
     now.go_on(1, 10, "SIGKILL")
@@ -113,7 +114,7 @@ def test_a_replayed_step_has_one_current_row_with_its_newest_value(tmp_path: Pat
     for step in (11, 12):
         now.metrics.add(1, step, now.time_s, {"loss": 9.0, "tokens": 10.0, "step_s": 2.0})
     now.metrics.flush()
-    found = RunReader(now.fs, "run").document(0.0)
+    found = RunPage(now.fs, "run").document(0.0)
     assert old["step"] == found["steps"]["step"] == [float(step) for step in range(1, 13)]
     assert old["loss"][-2:] != [9.0, 9.0] and found["steps"]["loss"][-2:] == [9.0, 9.0]
     assert found["steps"]["tokens_per_s"][-1] == 5.0
@@ -164,7 +165,7 @@ def test_long_series_are_thinned_and_keep_their_extremes() -> None:
 
 def test_the_document_of_a_long_run_is_bounded(tmp_path: Path) -> None:
     now = long_run(tmp_path / "long", num_events=4000, num_generations=300)
-    document = RunReader(now.fs, "long").document(0.0)
+    document = RunPage(now.fs, "long").document(0.0)
     assert document["num_restarts"] == 299 and len(document["restarts"]) == 250
     assert len(json.dumps(document)) < 400_000
 

@@ -17,6 +17,7 @@ import click
 
 from elastic.dashboard.page.server import PageServer
 from elastic.dashboard.prometheus import metrics_text
+from elastic.dashboard.run_picture import Readers
 from elastic.storage.filesystem import Filesystem
 
 _NICE = 19
@@ -31,12 +32,13 @@ def main(storage: str, host: str, fd: int, token: str) -> None:
     """Serve the page until stdin ends."""
     os.nice(_NICE)
     root = Filesystem.at(storage)
+    runs = Readers(root)
     server = PageServer(
         root,
         host=host,
         token=token,
         names=frozenset({socket.gethostname()}),
-        texts={"/metrics": lambda: metrics_text(root, time.time()).decode()},
+        texts={"/metrics": lambda: metrics_text(runs, time.time()).decode()},
         listening=socket.socket(fileno=fd),
     ).start()
 

@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from elastic.dashboard.page import evidence, feed, guard
-from elastic.dashboard.page.run_document import NoRun, RunReader
+from elastic.dashboard.page.run_document import NoRun, RunPage
 from elastic.dashboard.text import to_json
 from elastic.storage.filesystem import Filesystem
 
@@ -135,7 +135,7 @@ class _Routes:
 
     async def restart(self, request: web.Request) -> web.StreamResponse:
         name = await self._name(request)
-        reader = RunReader(self._root.sub(name), name)
+        reader = RunPage(self._root.sub(name), name)
         number = int(request.match_info["number"])
         return _found(await asyncio.to_thread(reader.story, number, time.time()))
 
@@ -157,7 +157,7 @@ class _Routes:
     async def _feed(self, request: web.Request) -> feed.Feed:
         name = await self._name(request)
         if name not in self._runs:
-            source = feed.RunSource(RunReader(self._root.sub(name), name))
+            source = feed.RunSource(RunPage(self._root.sub(name), name))
             self._runs[name] = feed.Feed(source, poll_s=self._poll_s)
         return self._runs[name]
 
