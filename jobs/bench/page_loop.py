@@ -21,7 +21,9 @@ from jobs.bench import workload
 from jobs.bench.engine_process import connect
 from jobs.bench.events import EventLog
 
-GLOBAL_BATCH, NUM_WARM_UP = 32, 20
+GLOBAL_BATCH = 32
+# The first steps are slow, and say nothing of how many steps a block has.
+NUM_COLD, NUM_TRIED = 20, 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +48,8 @@ class Blocks:
         self._plan = plan
         self._is_first = world_rank == 0
         self._log, self._answers = plan.log("events.jsonl"), plan.log("viewer.jsonl")
-        self.num_done = -1
-        self._num_steps = NUM_WARM_UP
-        self._num_left = NUM_WARM_UP
+        self.num_done = -2
+        self._num_steps = self._num_left = NUM_COLD
         self._begun_s = time.perf_counter()
 
     def before_step(self) -> None:
@@ -62,10 +63,12 @@ class Blocks:
         if self.num_done >= 0 and self._is_first:
             told = {"is_open": self.num_done % 2 == 1, "num_steps": self._num_steps}
             self._log.write("block", block=self.num_done, step_s=step_s, **told)
-        if self.num_done < 0:
+        if self.num_done == -2:
+            self._num_steps = NUM_TRIED
+        if self.num_done == -1:
             self._num_steps = _agreed(max(1, round(self._plan.block_s / step_s)))
         self.num_done += 1
-        if self._is_first and self.num_done < self._plan.num_blocks:
+        if self._is_first and 0 <= self.num_done < self._plan.num_blocks:
             self._log.write("ready", block=self.num_done)
             while not any(one["block"] == self.num_done for one in self._answers.read()):
                 time.sleep(0.02)
