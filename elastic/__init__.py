@@ -13,9 +13,9 @@ from elastic import versions
 from elastic.importing import collector_paused
 
 if TYPE_CHECKING:
-    from elastic.cluster.driver import TrainingFailed
     from elastic.cluster.elastic_config import ElasticConfig
     from elastic.cluster.trainer import ElasticTrainer
+    from elastic.cluster.training_failed import TrainingFailed
     from elastic.policy.hangs import HangLimits
     from elastic.training.loggers.logger import Logger
     from elastic.training.loggers.tensorboard import TensorBoardLogger
@@ -42,7 +42,7 @@ _HOMES = {
     "Logger": "elastic.training.loggers.logger",
     "Run": "elastic.training.run",
     "TensorBoardLogger": "elastic.training.loggers.tensorboard",
-    "TrainingFailed": "elastic.cluster.driver",
+    "TrainingFailed": "elastic.cluster.training_failed",
     "run_standalone": "elastic.training.torchrun",
 }
 
