@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from elastic.policy.hangs import HangLimits
     from elastic.training.loggers.logger import Logger
     from elastic.training.loggers.tensorboard import TensorBoardLogger
+    from elastic.training.meta_device import materialize
     from elastic.training.run import Run
     from elastic.training.torchrun import run_standalone
 
@@ -32,6 +33,7 @@ __all__ = [
     "TensorBoardLogger",
     "TrainingFailed",
     "__version__",
+    "materialize",
     "run_standalone",
 ]
 
@@ -43,6 +45,7 @@ _HOMES = {
     "Run": "elastic.training.run",
     "TensorBoardLogger": "elastic.training.loggers.tensorboard",
     "TrainingFailed": "elastic.cluster.training_failed",
+    "materialize": "elastic.training.meta_device",
     "run_standalone": "elastic.training.torchrun",
 }
 

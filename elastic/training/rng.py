@@ -75,11 +75,12 @@ def restore_or_derive(
 ) -> None:
     """Continues the saved streams, and tells those that could not be; fresh ones without any.
 
-    The group may be larger than the one that saved: each time the same streams begin.
+    The group may be larger than the one that saved: each time the same streams begin. A stream
+    that was not saved, as of a CUDA device that was not there, begins fresh as well: what a
+    process starts with is the same on all ranks.
     """
-    if streams is None:
-        derive(seed, step, world_rank)
-    elif left_out := restore(streams):
+    derive(seed, step, world_rank)
+    if streams is not None and (left_out := restore(streams)):
         on_left_out(left_out)
 
 
