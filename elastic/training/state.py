@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elastic.storage.manifest import TensorInfo
+from elastic.training import rng
 from elastic.training.layout import Named
 from elastic.training.module_part import ModulePart, named_parameters, reshard, unwrap
 from elastic.training.optimizer_part import OptimizerPart
@@ -24,7 +25,13 @@ from elastic.training.part import (
     StateMismatch,
     describe,
 )
-from elastic.training.value_part import ContainerPart, HasStateDict, StateDictPart, TensorPart
+from elastic.training.value_part import (
+    ContainerPart,
+    GeneratorPart,
+    HasStateDict,
+    StateDictPart,
+    TensorPart,
+)
 
 __all__ = ["Captured", "Mismatch", "StateMismatch", "TrackedState", "describe"]
 
@@ -32,7 +39,8 @@ Read = Callable[[dict[str, torch.Tensor]], None]
 
 
 class TrackedState:
-    """Objects by name: modules, optimizers, dicts, lists, tensors, anything with a state_dict.
+    """Objects by name: modules, optimizers, dicts, lists, tensors, anything with a state_dict, and
+    generators, which become random streams of this rank.
 
     Tensors go by `<name>.<fqn>` for a module, `<name>.<parameter>.<key>` for an optimizer,
     `<name>.<path>` otherwise. The parameters of the module tracked as `model` go by their own
@@ -47,6 +55,7 @@ class TrackedState:
         self._loose = {
             name: value for name, value in objects.items() if isinstance(value, torch.Tensor)
         }
+        rng.follow({n: v for n, v in objects.items() if isinstance(v, rng.Generator)})
         reshard(self._modules.values())
         # A scheduler has one value for each group of its optimizer, in a list.
         scheduled = [id(getattr(value, "optimizer", None)) for value in objects.values()]
@@ -132,14 +141,16 @@ class TrackedState:
             return OptimizerPart(value, self._parameters, is_scheduled=is_scheduled)
         if isinstance(value, torch.Tensor):
             return TensorPart(value)
+        if isinstance(value, rng.Generator):
+            return GeneratorPart(value)
         if isinstance(value, dict | list):
             return ContainerPart(value, self._parameters)
         if isinstance(value, HasStateDict):
             return StateDictPart(value, self._parameters)
         raise ValueError(
             f"{name!r} is a {type(value).__name__}, which cannot be restored in place: expected a "
-            "module, an optimizer, a dict, a list, a tensor, or an object with state_dict and "
-            "load_state_dict. Put a number or a text into a dict"
+            "module, an optimizer, a dict, a list, a tensor, a random generator, or an object with "
+            "state_dict and load_state_dict. Put a number or a text into a dict"
         )
 
     def _parameters(self) -> list[Named]:

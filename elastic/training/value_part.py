@@ -11,11 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from elastic.storage.manifest import TensorInfo
-from elastic.training import tree
-from elastic.training.layout import Named, make_like, parameter_like
+from elastic.training import rng, tree
+from elastic.training.layout import Named, Templates, make_like
 from elastic.training.part import NOTHING, Captured, Restoration
 
-__all__ = ["ContainerPart", "HasStateDict", "StateDictPart", "TensorPart"]
+__all__ = ["ContainerPart", "GeneratorPart", "HasStateDict", "StateDictPart", "TensorPart"]
 
 Parameters = Callable[[], Sequence[Named]]
 
@@ -35,16 +35,17 @@ class _Tree:
 
     def captured(self, value: Any) -> Captured:
         halves = tree.split(value)
-        parameters = self._by_name() if halves.slots else {}
-        for slot in halves.slots:
-            slot["like"] = parameter_like(_at(value, slot["path"]), slot["path"], parameters)
+        shaped = [slot for slot in halves.slots if _at(value, slot["path"]).ndim]
+        templates = Templates(self._parameters() if shaped else [])
+        for slot in shaped:
+            slot["like"] = templates.like(_at(value, slot["path"]), slot["path"])
         return Captured(tensors=halves.tensors, plain=halves.saved())
 
     def aim(
         self, restoration: Restoration, live: Any, plain: Any, saved: Mapping[str, TensorInfo]
     ) -> None:
         """An average that is made at its first update has no tensors yet when it is tracked."""
-        parameters = self._by_name() if plain["slots"] else {}
+        parameters = Templates(self._parameters() if plain["slots"] else []).by_name
 
         def make(slot: Mapping[str, Any], info: TensorInfo) -> torch.Tensor | None:
             like = parameters.get(slot.get("like") or "")
@@ -53,9 +54,6 @@ class _Tree:
             return make_like(like, info, {}, on_host=False)
 
         tree.aim(restoration, live, plain, saved, make)
-
-    def _by_name(self) -> dict[str, torch.Tensor]:
-        return {name: parameter for names, parameter in self._parameters() for name in names}
 
 
 class ContainerPart:
@@ -121,6 +119,23 @@ class TensorPart:
             restoration.aim("", self._tensor, saved[""])
         else:
             restoration.refuse("", "a tensor", NOTHING)
+        return restoration
+
+
+class GeneratorPart:
+    """A random generator: only that there is one, since its state is each rank's own."""
+
+    def __init__(self, generator: rng.Generator) -> None:
+        self._kind = type(generator).__name__
+
+    def capture(self) -> Captured:
+        return Captured(plain={"generator": self._kind})
+
+    def prepare(self, plain: Any, saved: Mapping[str, TensorInfo]) -> Restoration:
+        restoration = Restoration()
+        found = plain.get("generator", "something else")
+        if found != self._kind:
+            restoration.refuse("", f"a {self._kind}", f"a {found}")
         return restoration
 
 

@@ -7,6 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import elastic
 from elastic.training import jsonable, rng
@@ -38,6 +45,26 @@ def test_first_values_are_the_same_at_any_size_and_ties_are_kept() -> None:  # B
     one, three = run_ranks(first_values, 1), run_ranks(first_values, 3)
     assert one[0] == three[0] == three[2]
     assert one[0]["layers.0.weight"] != one[0]["layers.1.weight"]
+
+
+def on_a_mesh(rank: int, world_size: int, layout: str) -> dict[str, Any]:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)))
+    if layout != "one":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        if layout == "tensor parallel":
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(model, mesh["inner"], plan)
+            mesh = mesh["outer"]
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    materialize(model, "cpu", seed=5)
+    return {name: whole(tensor) for name, tensor in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", ["hybrid", "tensor parallel"])
+def test_first_values_are_the_same_on_any_mesh(layout: str) -> None:
+    assert run_ranks(on_a_mesh, 4, layout) == run_ranks(on_a_mesh, 1, "one") * 4
 
 
 def on_meta(make: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +27,11 @@ def life(rank: int, world_size: int, root: str, until: int) -> Drawn:
     drawn: Drawn = {}
 
     def train(run: Run) -> None:
-        run.track(model=nn.Linear(1, 1), counter={})
+        own = generators(100 + rank)
+        run.track(model=nn.Linear(1, 1), counter={}, **own)
         loader = run.loader([{"labels": i} for i in range(24)], global_batch=12, micro_batch=2)
         for step in run.steps(loader, until=until):
-            drawn[step.number] = [draw() for _ in step]
+            drawn[step.number] = [draw() + draw_from(own) for _ in step]
 
     train_standalone(
         train,
@@ -48,6 +50,24 @@ def life(rank: int, world_size: int, root: str, until: int) -> Drawn:
 def draw() -> tuple[float, ...]:
     dropped = torch.nn.functional.dropout(torch.arange(1.0, 60.0))
     return (random.random(), float(np.random.rand()), float(torch.rand(())), float(dropped.sum()))
+
+
+def generators(seed: int) -> dict[str, Any]:
+    return {
+        "torch": torch.Generator().manual_seed(seed),
+        "numpy": np.random.default_rng(seed),
+        "older": np.random.RandomState(seed),
+        "python": random.Random(seed),
+    }
+
+
+def draw_from(own: dict[str, Any]) -> tuple[float, ...]:
+    return (
+        float(torch.rand((), generator=own["torch"])),
+        float(own["numpy"].normal()),
+        float(own["older"].randn()),
+        own["python"].random(),
+    )
 
 
 def copied(root: Path, name: str) -> str:
