@@ -47,7 +47,7 @@ class OptimizerPart:
         self._named = parameters
         self._is_scheduled = is_scheduled
         self._built = list(optimizer.param_groups)
-        self._built_names = [[names[0] for names in group] for group in self._group_names()]
+        self._built_names = self._group_names()
 
     def capture(self) -> Captured:
         captured = Captured()
@@ -59,7 +59,9 @@ class OptimizerPart:
             halves = _add(captured, _settings(group), f"param_groups.{index}", seen)
             own = {"parameters": [name[0] for name in names], "built": built.get(id(group))}
             groups.append({**own, **halves})
-        captured.plain = {"groups": groups, "built": self._built_names, "state": {}, "shared": {}}
+        captured.plain = {"groups": groups, "built": [], "state": {}, "shared": {}}
+        for group_names in self._built_names:
+            captured.plain["built"].append([names[0] for names in group_names])
         for (name, *_), parameter in self._named():
             # get, since indexing the defaultdict would make an empty state.
             state = self._optimizer.state.get(parameter)
@@ -77,13 +79,13 @@ class OptimizerPart:
     def prepare(self, plain: Any, saved: Mapping[str, TensorInfo]) -> Restoration:
         restoration = Restoration()
         parameters = self._by_name()
-        match = match_saved(plain, self._group_names(), parameters.keys())
+        match = match_saved(plain, self._group_names(), self._built_names, parameters.keys())
         restoration.mismatches += match.mismatches
         self._refuse_other_order(restoration, match)
         settings: dict[str, Mapping[str, Any]] = {}
         for here, there in match.pairs:
             group = plain["groups"][there]
-            live = {} if here is None else self._optimizer.param_groups[here]
+            live = {} if here is None else self._groups(match)[here]
             tree.aim(restoration, live, group, saved)
             settings |= dict.fromkeys(group["parameters"], live or self._optimizer.defaults)
         grouped = {name for group in plain["groups"] for name in group["parameters"]}
@@ -162,15 +164,19 @@ class OptimizerPart:
         self, saved: list[dict[str, Any]], match: Match, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         """Gives the saved groups their parameters; those there were stay the same objects."""
-        live = list(self._optimizer.param_groups)
         groups = []
         for here, there in match.pairs:
-            group = {**self._optimizer.defaults, "params": []} if here is None else live[here]
+            added = {**self._optimizer.defaults, "params": []}
+            group = added if here is None else self._groups(match)[here]
             group["params"][:] = [parameters[name] for name in saved[there]["parameters"]]
-            if any("param_names" in other for other in live):
+            if any("param_names" in other for other in self._built):
                 group["param_names"] = list(saved[there]["parameters"])
             groups.append(group)
         self._optimizer.param_groups[:] = groups
+
+    def _groups(self, match: Match) -> list[dict[str, Any]]:
+        """What the indices of live groups in a match stand for."""
+        return self._built if match.is_regrouped else self._optimizer.param_groups
 
     def _load_own(self, own: Mapping[str, Any]) -> None:
         """Through load_state_dict, which would leave copies of groups and state, cast to the

@@ -34,20 +34,23 @@ class Match:
         self.mismatches.append(Mismatch(name=name, expected=expected, found=found))
 
 
-def match_saved(plain: Mapping[str, Any], live: Names, known: Container[str]) -> Match:
+def match_saved(
+    plain: Mapping[str, Any], live: Names, built: Names, known: Container[str]
+) -> Match:
     """Which saved groups the live ones are, or are to become.
 
-    They are to become the saved ones where they are still as those were built, and training has
-    changed them since. `known` are the names of all parameters that could be in a group.
+    They are to become the saved ones where they were built as those were, and training has changed
+    either since; the indices are then those of the groups as built. `known` are the names of all
+    parameters that could be in a group.
     """
     match = match_groups([group["parameters"] for group in plain["groups"]], live)
     # A checkpoint of an earlier release does not tell how they were built.
     if not match.mismatches or "built" not in plain:
         return match
-    built = match_groups(plain["built"], live)
-    if built.mismatches:
+    as_built = match_groups(plain["built"], built)
+    if as_built.mismatches:
         return match
-    here = {there: index for index, there in built.pairs}
+    here = {there: index for index, there in as_built.pairs}
     match = Match(is_regrouped=True)
     for there, group in enumerate(plain["groups"]):
         match.pairs.append((here.get(group["built"]), there))

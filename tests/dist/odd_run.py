@@ -1,4 +1,4 @@
-"""A run with every odd piece of state there is: model, optimizers, schedulers, averages, counters."""
+"""A run with every odd piece of state: model, optimizers, schedulers, averages, counters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
@@ -49,7 +49,7 @@ class Counting(nn.Module):
 
 
 class Odd(nn.Module):
-    """M0: dims 7, 5, 3, 1 and 17, tied, frozen, never routed, without bias, of one element."""
+    """M0: dims 7, 5, 3, 1 and 17, tied, frozen, never routed, without bias, split by columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,6 +61,7 @@ class Odd(nn.Module):
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embedding.weight
         self.wide = nn.Linear(17, 1)
+        self.columns = nn.Linear(12, 3, bias=False)
         self.late = nn.Linear(4, 1)
         self.late.requires_grad_(False)
         self.unused = nn.Linear(3, 5)
@@ -88,6 +89,7 @@ class Odd(nn.Module):
         self.statistics(hidden.detach())
         self.mask.logical_not_()
         wide = self.wide(torch.cat([x, x, x, x, x[:, :1]], 1))
+        wide = wide + self.columns(torch.cat([x, x, x], 1)).mean(1, keepdim=True)
         return self.layers[3](torch.tanh(hidden)) * self.scale + 0.1 * wide + self.late(x)
 
 
@@ -164,7 +166,7 @@ class OddRun:
         model = self.model
         norms = [model.norm.weight, model.norm.bias, *model.statistics.parameters()]
         hidden = [*model.layers[0].parameters(), *model.layers[1].parameters()]
-        hidden += [*model.layers[2].parameters(), *model.unused.parameters()]
+        hidden += [*model.layers[2].parameters(), *model.unused.parameters(), model.columns.weight]
         lr = torch.tensor(0.01)
         groups = [{"params": hidden, "lr": lr}, {"params": []}, {"params": norms, "lr": 0.02}]
         self.adamw = torch.optim.AdamW(groups, weight_decay=0.1, foreach=False)
@@ -262,6 +264,7 @@ def shard_odd(model: Odd) -> Odd:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     for layer in [*model.layers, model.late, model.wide]:
         fully_shard(layer, mesh=mesh)
+    fully_shard(model.columns, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
     fully_shard(model, mesh=mesh)
     prepare_fsdp(model)
     return model
@@ -274,7 +277,7 @@ def check_alive(run: OddRun) -> None:
     assert len(run.momentum.state) == 1
     assert all(p.requires_grad for p in model.parameters())
     sizes = [len(group["params"]) for group in run.adamw.param_groups]
-    assert sizes == [6, 1, 4, 2]
+    assert sizes == [7, 1, 4, 2]
     assert model.unused.weight not in run.adamw.state
     for name, tensor in run.shadow.tensors.items():
         assert isinstance(tensor, DTensor), name

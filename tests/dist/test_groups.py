@@ -52,6 +52,10 @@ def of(module: nn.Module, lr: float, named: bool = False) -> dict[str, Any]:
 def test_groups_that_training_changed_come_back(tmp_path: Path) -> None:  # B48
     run = Built()
     run.train(0, 2)
+    early = save(tmp_path, "early", run.tracked)
+    other = Built()
+    restore(tmp_path, "early", early, other.tracked)
+    unchanged = other.train(2, 4)
     run.thaw(2, 0.03)
     groups = run.optimizer.param_groups
     groups[1]["params"].append(groups[0]["params"].pop())
@@ -77,6 +81,10 @@ def test_groups_that_training_changed_come_back(tmp_path: Path) -> None:  # B48
     restore(tmp_path, "b", manifest, third.tracked)
     assert content(third.tracked) == expected
     assert third.train(5, 7) == other.train(5, 7) == run.train(5, 7)
+    third.model.zero_grad()
+    restore(tmp_path, "early", early, third.tracked)  # and to before all of that
+    assert third.names == [["layers.0.weight", "layers.0.bias"], [], ["layers.1.weight"]]
+    assert third.train(2, 4) == unchanged
 
 
 def test_a_parameter_that_joins_without_ever_having_been_in_a_group(tmp_path: Path) -> None:
