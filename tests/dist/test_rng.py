@@ -149,8 +149,26 @@ def test_a_tracked_generator_is_one_more_stream() -> None:
         fresh.append(draw_own())
     assert fresh[0] == fresh[2]
     assert len({*fresh[0], *fresh[1], *expected[0]}) == 15
-    TrackedState()
+    rng.follow({})
     assert "generators" not in rng.capture()
+
+
+def test_a_stream_that_was_not_saved_is_still_each_ranks_own() -> None:  # B26
+    """As the stream of a CUDA device is, in a checkpoint of a machine that has none."""
+    rng.derive(SEED, 0, 0)
+    saved = rng.capture()
+    drawn = []
+    for rank in (0, 1):
+        noise = np.random.default_rng(1)
+        TrackedState(noise=noise)
+        rng.restore_or_derive(saved, SEED, 7, rank, lambda _: None)
+        drawn.append(float(noise.normal()))
+    rng.follow({})
+    assert len({*drawn, float(np.random.default_rng(1).normal())}) == 3
+    rng.restore(saved)
+    rest = draw(2)
+    rng.restore_or_derive(saved, SEED, 7, 1, lambda _: None)
+    assert draw(2) == rest
 
 
 def test_another_kind_of_generator_is_refused(tmp_path: Path) -> None:
