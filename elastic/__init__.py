@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from elastic.cluster.trainer import ElasticTrainer
     from elastic.cluster.training_failed import TrainingFailed
     from elastic.policy.hangs import HangLimits
+    from elastic.policy.mesh import Mesh
+    from elastic.training.clipping import clip_grad_norm_
     from elastic.training.loggers.logger import Logger
     from elastic.training.loggers.tensorboard import TensorBoardLogger
     from elastic.training.meta_device import materialize
@@ -29,10 +31,12 @@ __all__ = [
     "ElasticTrainer",
     "HangLimits",
     "Logger",
+    "Mesh",
     "Run",
     "TensorBoardLogger",
     "TrainingFailed",
     "__version__",
+    "clip_grad_norm_",
     "materialize",
     "run_standalone",
 ]
@@ -42,9 +46,11 @@ _HOMES = {
     "ElasticTrainer": "elastic.cluster.trainer",
     "HangLimits": "elastic.policy.hangs",
     "Logger": "elastic.training.loggers.logger",
+    "Mesh": "elastic.policy.mesh",
     "Run": "elastic.training.run",
     "TensorBoardLogger": "elastic.training.loggers.tensorboard",
     "TrainingFailed": "elastic.cluster.training_failed",
+    "clip_grad_norm_": "elastic.training.clipping",
     "materialize": "elastic.training.meta_device",
     "run_standalone": "elastic.training.torchrun",
 }

@@ -106,6 +106,7 @@ def rules(scaling: ScalingConfig, failure: FailureConfig | None, config: Elastic
         wait_for_capacity_s=config.wait_for_capacity_s,
         grow_interval_s=scaling.elastic_resize_monitor_interval_s,
         warm=config.recovery == "warm",
+        mesh=config.mesh,
     )
 
 

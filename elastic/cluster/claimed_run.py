@@ -117,7 +117,7 @@ class ClaimedRun:
             "name": self._claim.run_file.name,
             **whereabouts.in_fields(),
             "lease_epoch": self.epoch,
-            "rules": vars(self._rules),
+            "rules": {**vars(self._rules), "mesh": str(self._rules.mesh)},
             "page_url": self.page.url,
         }
         if before is not None:

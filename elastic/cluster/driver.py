@@ -247,7 +247,7 @@ class Driver:
             self._group.reform(
                 command,
                 self._choose,
-                min_workers=self._config.rules.min_workers,
+                rules=self._config.rules,
                 on_regrouped=self._words.begin,
                 on_reformed=self._told_of_start,
             )
@@ -353,12 +353,13 @@ class Driver:
         self, members: list[GroupMember], resume_step: int | None, **took_s: float
     ) -> None:
         self._recovery.started(took_s)
+        ranks, mesh = [vars(m) for m in members], self._config.rules.mesh.shape(len(members))
         self._record(
             Record(
                 kind="generation_started",
                 generation=self._situation.generation,
                 step=-1 if resume_step is None else resume_step,
-                data={"world_size": len(members), "ranks": [vars(m) for m in members]},
+                data={"world_size": len(members), "mesh": str(mesh), "ranks": ranks},
             )
         )
 

@@ -13,6 +13,7 @@ from elastic.cluster.notices.sources import checked
 from elastic.policy.budgets import check_by_cause
 from elastic.policy.durations import parse_duration_s
 from elastic.policy.hangs import HangLimits
+from elastic.policy.mesh import Mesh
 from elastic.policy.saves import AUTO, SaveInterval
 from elastic.policy.strikes import StrikeRules
 from elastic.training.foreign import check_trust
@@ -39,6 +40,9 @@ class ElasticConfig:
     """Complete checkpoints to keep; -1 for all. None takes `CheckpointConfig.num_to_keep`, or 3."""
     keep_every: int | None = None
     """Steps divisible by this are kept for ever."""
+    mesh: Mesh = field(default_factory=Mesh)
+    """How the workers are laid out: all as one shard group, in replicas, in tensor-parallel groups.
+    Numbers of workers that do not make whole ones are not used."""
     recovery: str = "warm"
     """`warm`: survivors of a death keep their processes. `cold`: every failure starts all anew."""
     mix_accelerators: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -24,6 +25,7 @@ from elastic.cluster.last_words import LastWords
 from elastic.cluster.node_agents import NodeAgents, pids_by_node
 from elastic.cluster.polling import Polling, first_line
 from elastic.cluster.ray_internals import Controller, GroupMember, GroupStartError
+from elastic.cluster.survivors import key, to_end
 from elastic.policy.events import (
     Event,
     GroupStarted,
@@ -37,6 +39,7 @@ from elastic.policy.events import (
     StartJoiners,
     WorkerDied,
 )
+from elastic.policy.situation import Rules
 from elastic.training.coordinator import Orders
 from elastic.training.membership import Membership
 
@@ -141,7 +144,7 @@ class Group:
         command: Reform,
         choose: Callable[[int], Awaitable[int | None]],
         *,
-        min_workers: int,
+        rules: Rules,
         on_regrouped: Callable[[int, int], None],
         on_reformed: Callable[[list[GroupMember], int | None], None],
     ) -> None:
@@ -156,13 +159,14 @@ class Group:
         try:
             resume_step = await choose(generation)
             leaving = [self.members[rank] for rank in command.without]
-            self._gone |= {_key(member) for member in leaving}
-            members = await self.on_thread(self._host.keep_group, self._is_there)
+            self._gone |= {key(member) for member in leaving}
+            chosen = functools.partial(to_end, self._gone, leaving, rules.mesh)
+            members = await self.on_thread(self._host.keep_group, chosen)
             self.members = members
             if generation != self._generation:
                 return  # one more death: what is told to the ranks now is told by the next one
-            if len(members) < min_workers:  # a joiner has died meanwhile
-                told = f"{len(members)} workers are left of at least {min_workers}"
+            if len(members) < rules.min_workers:  # a joiner has died meanwhile
+                told = f"{len(members)} workers are left of at least {rules.min_workers}"
                 raise GroupStartError(told, True)
             self._spawn(self._bury(leaving))
             on_regrouped(generation, len(members))
@@ -183,9 +187,6 @@ class Group:
         on_reformed(members, resume_step)
         self._post(GroupStarted(generation=generation, world_size=len(members)))
         await self._polling.until(generation, lambda: generation != self._generation)
-
-    def _is_there(self, member: GroupMember) -> bool:
-        return _key(member) not in self._gone
 
     async def _wait_for_all(self) -> None:
         while not self._all_joined.is_set():
@@ -296,17 +297,17 @@ class Group:
         if generation != self._generation:
             return
         doomed = [self.members[rank] for rank in why]
-        self._hung |= {_key(member): why[member.world_rank] for member in doomed}
+        self._hung |= {key(member): why[member.world_rank] for member in doomed}
         await asyncio.gather(*[self.agents.end(one.node_id, [one.pid]) for one in doomed])
         for member in doomed:
             rank = self._rank_of(member)
-            if _key(member) not in self._gone and rank is not None:
+            if key(member) not in self._gone and rank is not None:
                 await self.on_thread(self._host.kill, rank)  # where the agent could not
         await asyncio.sleep(_ENDED_S)
         for member in doomed:
             # A process that hangs in the kernel ends as soon as it comes out, and not before.
-            if _key(member) not in self._gone and (rank := self._rank_of(member)) is not None:
-                self._gone.add(_key(member))
+            if key(member) not in self._gone and (rank := self._rank_of(member)) is not None:
+                self._gone.add(key(member))
                 detail = f"still in the kernel {_ENDED_S:g} s after SIGKILL"
                 await self._tell_death(self._generation, rank, member, detail, False, "")
 
@@ -333,9 +334,9 @@ class Group:
             detail = await self._confirm(member, error)
         except Exception as error:  # noqa: BLE001 - Ray has many errors for a dead process
             detail, told = first_line(error), str(error)[:_TOLD_CHARS]
-        if _key(member) in self._gone:
+        if key(member) in self._gone:
             return
-        self._gone.add(_key(member))
+        self._gone.add(key(member))
         generation, rank = self._generation, self._rank_of(member)
         if rank is None:
             return
@@ -361,7 +362,7 @@ class Group:
                 node_id=member.node_id,
                 node_ip=member.node_ip,
                 detail=f"pid {member.pid} on node {member.node_id[:12]}: {detail}",
-                hang=self._hung.get(_key(member), ""),
+                hang=self._hung.get(key(member), ""),
                 told=told,
                 last_lines=await self._last_words.of(generation, rank),
             )
@@ -371,8 +372,8 @@ class Group:
         """The process's rank in the current generation; None if it is of none."""
         if self._generation < 0:
             return None
-        keys = [_key(one) for one in self.members]
-        return keys.index(_key(member)) if _key(member) in keys else None
+        keys = [key(one) for one in self.members]
+        return keys.index(key(member)) if key(member) in keys else None
 
     async def _confirm(self, member: GroupMember, error: ActorUnavailableError) -> str:
         """Unavailable is suspicion, not death: wait for word of either, then fence the worker."""
@@ -393,8 +394,3 @@ class Group:
         if rank is not None:
             await self.on_thread(self._host.kill, rank)
         return f"unavailable for {_SUSPECT_S:g} s, and ended by us: {first_line(error)}"
-
-
-def _key(member: GroupMember) -> tuple[str, int]:
-    """What tells a process from all others of the run, whatever its rank."""
-    return member.node_id, member.pid

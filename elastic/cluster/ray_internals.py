@@ -318,15 +318,13 @@ class _Group(WorkerGroup):
             for callback in self._callbacks:
                 callback.after_worker_group_poll_status(status)
 
-    def keep(self, is_there: Callable[[GroupMember], bool]) -> None:
-        """Go on with these workers and the living joiners, numbered anew; the others are ended."""
-        kept = []
-        for worker in self.get_workers():
-            if is_there(_member(worker)):
-                kept.append(worker)
-            else:
-                ray.kill(worker.actor)  # it may be alive, on a node that is about to go
-        kept += [one for one in self.joiners if self._lives(one)]
+    def keep(self, to_end: Callable[[list[GroupMember]], Collection[int]]) -> None:
+        """Go on with the workers and the living joiners, numbered anew, but for those `to_end`."""
+        there = [*self.get_workers(), *(one for one in self.joiners if self._lives(one))]
+        ended = to_end([_member(worker) for worker in there])
+        for index in ended:
+            ray.kill(there[index].actor)  # it may be alive, on a node that is about to go
+        kept = [worker for index, worker in enumerate(there) if index not in ended]
         self.joiners = []
         kept = _local_ranks_by_node(WorkerGroup._assign_worker_ranks(kept))
         self._worker_group_state = dataclasses.replace(self._worker_group_state, workers=kept)
@@ -422,9 +420,14 @@ class Controller(TrainController):
         self._set_state(RunningState())
         return [_member(worker) for worker in group.get_workers()]
 
-    def keep_group(self, is_there: Callable[[GroupMember], bool]) -> list[GroupMember]:
-        """Go on with these workers of the group, numbered anew; returns them by their new rank."""
-        self._worker_group.keep(is_there)
+    def keep_group(
+        self, to_end: Callable[[list[GroupMember]], Collection[int]]
+    ) -> list[GroupMember]:
+        """Go on with the group and its joiners, numbered anew; returns them by their new rank.
+
+        `to_end` is given all of them, dead ones too, and gives the indices of those that end.
+        """
+        self._worker_group.keep(to_end)
         return [_member(worker) for worker in self._worker_group.get_workers()]
 
     def free_reporters(self) -> None:

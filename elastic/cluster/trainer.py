@@ -125,6 +125,7 @@ class ElasticTrainer(TorchTrainer):
             save_behind=self.elastic_config.save_behind,
             collective_timeout_s=self.elastic_config.collective_timeout_s,
             use_cuda=bool(self.scaling_config.use_gpu),
+            mesh=self.elastic_config.mesh,
             load_from=self.elastic_config.load_from,
         )
         serve = functools.partial(worker.serve, self._function, training)
@@ -174,6 +175,7 @@ class ElasticTrainer(TorchTrainer):
                 "save": str(self._interval),
                 "keep": self._keep.keep,
                 "keep_every": self._keep.keep_every,
+                "mesh": str(self._rules.mesh),
             },
             accepted=self.elastic_config.accept_changes,
         )

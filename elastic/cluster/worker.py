@@ -250,6 +250,7 @@ def _join(
         member,
         use_cuda=config.use_cuda,
         timeout_s=config.collective_timeout_s,
+        mesh=config.mesh,
         server=_mailbox.stores.get(member.generation),
         is_superseded=lambda: _mailbox.is_newer_than(member.generation),
     )

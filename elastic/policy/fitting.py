@@ -1,4 +1,5 @@
-"""Fitting: at which numbers of workers the model has been found to fit in its GPUs' memory.
+"""Fitting: which numbers of workers the mesh allows, and at which of them the model has been found
+to fit in its GPUs' memory.
 
 A size that has made a step fits. One that ran out of CUDA memory before its first step does not,
 and no smaller one does where a larger one is known: fewer workers hold larger shards. Pure data.
@@ -7,8 +8,10 @@ and no smaller one does where a larger one is known: fewer workers hold larger s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+
+from elastic.policy.mesh import Mesh
 
 
 class Recorded(Protocol):
@@ -32,6 +35,7 @@ class Fitting:
     """They have made steps."""
     ran_out: frozenset[int] = frozenset()
     """They have run out of memory before their first step."""
+    mesh: Mesh = field(default_factory=Mesh)
 
     def stepped(self, size: int) -> Fitting:
         """With word that this size has made a step."""
@@ -54,21 +58,27 @@ class Fitting:
     def largest(self, most: int) -> int:
         """The largest size up to `most` that may be started; 0 where there is none."""
         ruled_out = self.infeasible
-        return next((size for size in range(most, 0, -1) if size not in ruled_out), 0)
+        size = self.mesh.largest(most)
+        while size in ruled_out:
+            size = self.mesh.largest(size - 1)
+        return size
 
     def bounds(self, least: int, most: int) -> tuple[int, int] | None:
         """The smallest and the largest size of this range that may be started, None without any."""
         if not self.ran_out:
-            return least, most
+            low, high = self.mesh.smallest(least), self.mesh.largest(most)
+            return (low, high) if low <= high else None
         ruled_out = self.infeasible
-        left = [size for size in range(least, most + 1) if size not in ruled_out]
+        sizes = [size for size in range(least, most + 1) if self.mesh.fits(size)]
+        left = [size for size in sizes if size not in ruled_out]
         return (left[0], left[-1]) if left else None
 
     @property
     def note(self) -> str:
         """For a person who wonders why a size is not used; empty where none is ruled out."""
         sizes = ", ".join(str(size) for size in sorted(self.ran_out))
-        return f"out of CUDA memory at {sizes} workers" if sizes else ""
+        memory = f"out of CUDA memory at {sizes} workers" if sizes else ""
+        return "; ".join(filter(None, (memory, self.mesh.note)))
 
 
 def fold(events: Iterable[Recorded]) -> Fitting:

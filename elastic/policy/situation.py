@@ -11,6 +11,7 @@ from elastic.policy.departure import Pace
 from elastic.policy.events import RankError, WorkerDied
 from elastic.policy.fitting import Fitting
 from elastic.policy.growth import PRIOR_COST_S
+from elastic.policy.mesh import Mesh
 
 
 class Phase(StrEnum):
@@ -73,12 +74,21 @@ class Rules:
     """How long an ordered save and leave may take."""
     warm: bool = False
     """Survivors of a death keep their processes; without, every failure starts all anew."""
+    mesh: Mesh = field(default_factory=Mesh)
+    """How the workers are laid out: some numbers of them cannot be."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers:
             raise ValueError(
                 "the number of workers must be at least 1 and the smallest not above the largest; "
                 f"found {self.min_workers}:{self.max_workers}"
+            )
+        least = self.mesh.smallest(self.min_workers)
+        if least > self.max_workers:
+            raise ValueError(
+                f"no number of workers from {self.min_workers} to {self.max_workers} can be laid "
+                f"out as {self.mesh}: the next is {least}. Allow so many, or take another "
+                "Mesh(shard=, tensor=)"
             )
         if self.max_failures < -1:
             raise ValueError(f"max_failures is -1 or more; found {self.max_failures}")

@@ -89,6 +89,8 @@ def decide(rules: Rules, now: Situation, event: Event, time_s: float) -> Decisio
     """
     if event.generation not in (-1, now.generation):
         return Decision(situation=now)
+    if now.fitting.mesh != rules.mesh:
+        now = replace(now, fitting=replace(now.fitting, mesh=rules.mesh))
     bounds = now.fitting.bounds(rules.min_workers, rules.max_workers)
     if bounds and bounds != (rules.min_workers, rules.max_workers):
         rules = replace(rules, min_workers=bounds[0], max_workers=bounds[1])
@@ -215,7 +217,7 @@ def _started(rules: Rules, now: Situation, event: Event, time_s: float) -> Decis
         return _all_done(rules, new, time_s)
     if now.stop_reason:
         return _leave(new, Then.STOP, now.stop_reason, time_s)
-    if now.num_joiners:
+    if now.num_joiners and _size_with_joiners(new) > new.world_size:
         return _take_in(new, time_s)
     if now.save_asked_at is None:
         return Decision(situation=new, reason=reason)
@@ -336,14 +338,15 @@ def _grow_or_not(rules: Rules, now: Situation, event: Event, time_s: float) -> D
         new = replace(now, is_growing=True, growing_since_s=time_s)
         return _leave(new, Then.RESTART, reason, time_s)
     new = replace(now, is_joining=True, tried_to_grow_s=time_s, owes_growth=False)
-    reason = f"starting {size - now.world_size} workers beside the {now.world_size} that train"
+    num = size - now.world_size - now.num_joiners
+    reason = f"starting {num} workers beside the {now.world_size} that train"
     planned = Record(
         kind="growth_planned",
         generation=now.generation,
         reason=f"{reason}: {event.note}",
         data={"old_world_size": now.world_size, "new_world_size": size},
     )
-    commands = (planned, StartJoiners(num=size - now.world_size))
+    commands = (planned, StartJoiners(num=num))
     return Decision(situation=new, commands=commands, reason=now.reason)
 
 
@@ -379,11 +382,19 @@ def _grow(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision
     """The new workers are warm: the group saves at a step and re-forms with them."""
     assert isinstance(event, JoinersReady)
     new = replace(now, is_joining=False, num_joiners=now.num_joiners + event.num)
-    return _depart(rules, new, time_s) if new.draining else _take_in(new, time_s)
+    if new.draining:
+        return _depart(rules, new, time_s)
+    if _size_with_joiners(new) <= new.world_size:
+        return Decision(situation=new)  # too few have come: they wait for others
+    return _take_in(new, time_s)
+
+
+def _size_with_joiners(now: Situation) -> int:
+    return now.fitting.mesh.largest(now.world_size + now.num_joiners)
 
 
 def _take_in(now: Situation, time_s: float) -> Decision:
-    size = now.world_size + now.num_joiners
+    size = _size_with_joiners(now)
     reason = f"growing from {now.world_size} to {size} workers after a save"
     new = replace(now, is_growing=True, growing_since_s=time_s)
     return _leave(new, Then.REFORM, reason, time_s)
@@ -757,7 +768,7 @@ def _hold(
 def _fill_up(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     """New workers are started as soon as there is room for enough of them."""
     assert isinstance(event, CapacitySeen)
-    size = min(event.num_workers, rules.max_workers)
+    size = now.fitting.mesh.largest(min(event.num_workers, rules.max_workers))
     if now.is_joining or size < rules.min_workers:
         return Decision(situation=now)
     num = size - _num_alive(now)
@@ -821,10 +832,17 @@ def _stop_holding(rules: Rules, now: Situation, event: Event, time_s: float) -> 
 
 
 def _reform(now: Situation, size: int, time_s: float, before: tuple[Command, ...]) -> Decision:
-    """A new generation of the processes that are alive, unless so many are known not to fit."""
-    if now.fitting.largest(size) != size:
+    """A new generation of the processes that are alive, unless so many are known not to fit.
+
+    Those that are too many for the mesh are ended: what they held waits for others.
+    """
+    num_alive, size = size, now.fitting.mesh.largest(size)
+    if size < 1 or now.fitting.largest(size) != size:
         return _let_go(now, f"{now.reason}; {now.fitting.note}", time_s, before)
     generation = now.generation + 1
+    told = f"re-forming as generation {generation} with {size} workers"
+    if size < num_alive:
+        told += f"; {num_alive - size} of {num_alive} wait: {now.fitting.mesh.note}"
     new = replace(
         now,
         phase=Phase.REFORMING,
@@ -849,7 +867,7 @@ def _reform(now: Situation, size: int, time_s: float, before: tuple[Command, ...
     planned = Record(
         kind="generation_planned",
         generation=generation,
-        reason=f"re-forming as generation {generation} with {size} workers",
+        reason=told,
         data={"world_size": size},
     )
     reform = Reform(
@@ -1048,7 +1066,7 @@ def _departure_due(rules: Rules, now: Situation, event: Event, time_s: float) ->
 def _replace_leaving(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
     """Workers that take the places of those who go start at the notice, not at the loss."""
     assert isinstance(event, CapacitySeen)
-    num = min(event.num_workers, rules.max_workers) - _num_alive(now)
+    num = now.fitting.mesh.largest(min(event.num_workers, rules.max_workers)) - _num_alive(now)
     if not now.draining or now.then is Then.STOP or now.is_joining or num < 1 or not rules.warm:
         return Decision(situation=now)
     planned = Record(

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.policy.mesh import Mesh
 from elastic.policy.saves import SaveInterval
 
 
@@ -49,6 +50,8 @@ class TrainingConfig:
     collective_timeout_s: float = 1800.0
     commit_timeout_s: float = 600.0
     use_cuda: bool = False
+    mesh: Mesh = field(default_factory=Mesh)
+    """How the ranks are laid out, at any world size."""
     load_from: str | None = None
     """Where the model's weights come from when the run is at step 0; None leaves them as built."""
 

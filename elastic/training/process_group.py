@@ -18,16 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
+from elastic.policy.mesh import Mesh, MeshShape
 from elastic.training.group_sockets import GroupSockets
 from elastic.training.membership import Membership
-from elastic.training.meshes import forget_meshes
+from elastic.training.meshes import forget_meshes, make_mesh
 
 _STORE_S = 30.0
-_MOST_PORTS = 8
+_MOST_PORTS = 16
 _LOOK_UP = timedelta(milliseconds=200)
 # Gloo tries five times.
 _JOIN_S = 1.0
@@ -45,6 +46,10 @@ class Groups:
     """CPU group for the small agreements at step boundaries."""
     saves: dist.ProcessGroup
     """CPU group for saves alone: their collectives run beside the training ones."""
+    mesh: DeviceMesh
+    """Over all ranks, by named dimensions."""
+    shape: MeshShape
+    """Of the mesh."""
 
 
 def open_store(host: str, timeout_s: float = 60.0) -> dist.TCPStore:
@@ -69,18 +74,21 @@ def connect(
     *,
     use_cuda: bool,
     timeout_s: float,
+    mesh: Mesh | None = None,
     server: dist.Store | None = None,
     is_superseded: Callable[[], bool] = lambda: False,
 ) -> Groups:
-    """Join the generation's process groups.
+    """Join the generation's process groups, those of the mesh's dimensions among them.
 
     `server` is rank 0's own store; the others connect to it. `timeout_s` bounds each collective.
     Raises:
+        ValueError: so many ranks cannot be laid out as `mesh`.
         Superseded: `is_superseded` said so while not all ranks were there.
     """
+    shape = (mesh or Mesh()).shape(member.world_size)
     _sockets.begin()
     try:
-        return _connect(member, use_cuda, timeout_s, server, is_superseded)
+        return _connect(member, use_cuda, timeout_s, shape, server, is_superseded)
     except BaseException:
         _sockets.forget()
         raise
@@ -90,6 +98,7 @@ def _connect(
     member: Membership,
     use_cuda: bool,
     timeout_s: float,
+    shape: MeshShape,
     server: dist.Store | None,
     is_superseded: Callable[[], bool],
 ) -> Groups:
@@ -109,10 +118,29 @@ def _connect(
     )
     control = dist.new_group(backend="gloo", timeout=joining)
     saves = dist.new_group(backend="gloo", timeout=joining)
+    # Now, not when it is first used: what has no deadline of ours here, and no socket that we know,
+    # would wait in vain for a peer that is gone.
+    mesh = make_mesh(
+        shape,
+        device_type="cuda" if use_cuda else "cpu",
+        generation=member.generation,
+        new_group=lambda ranks: _dimension(ranks, joining),
+    )
     _sockets.find(lambda mine: _all_ports(mine, control))
-    for group in (dist.group.WORLD, control, saves):
+    for group in {dist.group.WORLD, control, saves, *mesh.get_all_groups()}:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-    return Groups(control=control, saves=saves)
+    return Groups(control=control, saves=saves, mesh=mesh, shape=shape)
+
+
+def _dimension(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    """The group of these ranks. Only they take part in its making."""
+    if len(ranks) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=timeout, use_local_synchronization=True
+    )
+    return group
 
 
 def _reach_store(member: Membership, is_superseded: Callable[[], bool]) -> dist.TCPStore:

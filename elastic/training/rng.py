@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from elastic.policy.mesh import TENSOR, MeshShape
+
 __all__ = [
     "Generator",
     "InvalidStreams",
@@ -23,6 +25,7 @@ __all__ = [
     "follow",
     "restore",
     "restore_or_derive",
+    "streams_for",
 ]
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
@@ -90,6 +93,18 @@ def derive(seed: int, step: int, world_rank: int) -> None:
     if step:
         for name, generator in _followed.items():
             _seed(generator, _number(seed, step, world_rank, f"generator {name}"))
+
+
+def streams_for(saved: dict[str, Any] | None, shape: MeshShape) -> dict[str, Any] | None:
+    """The streams in what this rank has saved; None where they are not to be continued.
+
+    Ranks of one tensor-parallel group draw alike, for what they hold of the activations is the
+    same, and other ranks never do. Groups of another size were other ranks.
+    """
+    if saved is None or saved.get(TENSOR, 1) != shape[TENSOR]:
+        return None
+    streams: dict[str, Any] = saved["rng"]
+    return streams
 
 
 def restore_or_derive(

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
@@ -24,6 +24,7 @@ from elastic.training.coordinator import Coordinator, Reform
 from elastic.training.data import GlobalLoader, MicroBatch
 from elastic.training.gradients import prepare_fsdp
 from elastic.training.membership import Membership, TrainingConfig
+from elastic.training.meshes import check_sharding
 from elastic.training.process_group import Groups
 from elastic.training.reporter import Reporter
 from elastic.training.restore import begin
@@ -58,6 +59,13 @@ class Run:
         self.world_rank = member.world_rank
         self.world_size = member.world_size
         self.local_rank = member.local_rank
+        self.mesh: DeviceMesh = groups.mesh
+        """All ranks, by the dimensions of the run's `Mesh`: `replicate`, `shard`, `tensor`."""
+        self.data_mesh: DeviceMesh = groups.mesh[groups.shape.data_names]
+        """The part of it for `fully_shard`: the dimensions over which the samples are split."""
+        self.data_rank = groups.shape.data_rank(member.world_rank)
+        """Whose samples this rank has: ranks of one tensor-parallel group have the same."""
+        self.data_size = groups.shape.data_size
         self.step = 0
         """Finished optimizer steps over the whole run; likewise below."""
         self.samples = 0
@@ -68,7 +76,6 @@ class Run:
         self._coordinator = coordinator
         self._groups = groups
         self._kept = kept
-        self._mesh: DeviceMesh | None = None
         self._loaders: list[GlobalLoader] = []
         self._state: TrackedState | None = None
         self._rng: Callable[[], None] | None = None
@@ -77,7 +84,7 @@ class Run:
         self._long_step_s: float | None = None
         self._is_dropped = False
         self._reporter = Reporter(coordinator, world_size=member.world_size)
-        self._metrics = StepMetrics(self._reporter, groups.control, is_told=member.world_rank == 0)
+        self._metrics = StepMetrics(self._reporter, groups, member.world_rank)
         self._begun_s = time.monotonic()
         self._loaded_s: float | None = None
         saver = self.once("elastic.saver", AsyncSaver)
@@ -93,19 +100,6 @@ class Run:
         )
 
     # --- set-up -----------------------------------------------------------------------------
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """A one-dimensional device mesh over all ranks of this generation, for `fully_shard`."""
-        if self._mesh is None:
-            # The generation is in the dimension's name because DTensor's caches take two meshes
-            # of one shape for equal, also when this process's rank in them differs.
-            self._mesh = init_device_mesh(
-                self.device.type,
-                (self.world_size,),
-                mesh_dim_names=(f"shard_g{self.generation}",),
-            )
-        return self._mesh
 
     def once(self, key: str, make: Callable[[], T]) -> T:
         """What `make` returned the first time in this process, kept over generations."""
@@ -133,10 +127,11 @@ class Run:
         for value in objects.values():
             if isinstance(value, torch.nn.Module):
                 prepare_fsdp(value)
+                check_sharding(value, self.mesh, self._groups.shape)
             elif isinstance(value, torch.optim.Optimizer):
                 self._reporter.follow(value)
         self._state = TrackedState(**objects)
-        self._rng = lambda: rng.derive(self.seed, 0, self.world_rank)
+        self._rng = lambda: rng.derive(self.seed, 0, self.data_rank)
         built_s = time.monotonic()
         self._reporter.phase = "load"
         self._restore(self._state)
@@ -170,12 +165,12 @@ class Run:
         self.step, self.samples = counters["step"], counters["samples"]
         self.tokens, self.epoch = counters["tokens"], counters["epoch"]
         self._saves.restored(self.step)
-        saved = None if restored.rank_plain is None else restored.rank_plain["rng"]
+        saved = rng.streams_for(restored.rank_plain, self._groups.shape)
 
         def left_out(streams: list[str]) -> None:
             self._coordinator.notify("rng_left_out", {"streams": streams})
 
-        step, rank = self.step, self.world_rank
+        step, rank = self.step, self.data_rank
         self._rng = lambda: rng.restore_or_derive(saved, self.seed, step, rank, left_out)
 
     def loader(
@@ -206,8 +201,8 @@ class Run:
             global_batch=global_batch,
             micro_batch=micro_batch,
             seed=self.seed,
-            world_rank=self.world_rank,
-            world_size=self.world_size,
+            world_rank=self.data_rank,
+            world_size=self.data_size,
             samples_done=self.samples,
             num_workers=num_workers,
             shuffle=shuffle,
@@ -288,7 +283,8 @@ class Run:
     def end_step(self, *, samples: int, tokens: int = 0) -> None:
         """Finish one optimizer step of a loop that the user owns outright.
 
-        `samples` and `tokens` are what this rank used in the step; they are summed over the ranks.
+        `samples` and `tokens` are what this rank used in the step; they are summed over the ranks,
+        once for each tensor-parallel group.
         Saves, notices and re-forms happen in here.
         """
         state = self._tracked("run.end_step")
@@ -316,13 +312,14 @@ class Run:
 
     def _agree(self, num_valid_tokens: int, num_samples: int = 0) -> Agreement:
         orders = self._coordinator.orders()
+        is_counted = self._groups.shape.is_counted(self.world_rank)
         self._saves_asked = orders.saves_asked
         # One that is asked for while another is in flight is put off, where a due one is skipped.
         asked = self._saves_asked > self._saves_seen and not self._saves.is_in_flight
         is_due = self.world_rank == 0 and (asked or self._saves.is_due(self.step + 1))
         return Agreement(
-            num_valid_tokens=num_valid_tokens,
-            num_samples=num_samples,
+            num_valid_tokens=num_valid_tokens * is_counted,
+            num_samples=num_samples * is_counted,
             save=is_due,
             leave=orders.leave,
             last_step_s=self._last_step_s,

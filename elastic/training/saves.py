@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.policy.cadence import BEFORE_MEASURED_S
+from elastic.policy.mesh import TENSOR
 from elastic.policy.saves import SaveInterval
 from elastic.storage.filesystem import Filesystem
 from elastic.training import rng
@@ -185,7 +186,10 @@ class Saves:
             path,
             captured.tensors,
             plain={"counters": dict(counters), "tracked": (mark or captured).plain},
-            rank_plain={"rng": mark.rng if mark else rng.capture()},
+            rank_plain={
+                "rng": mark.rng if mark else rng.capture(),
+                TENSOR: self._groups.shape[TENSOR],
+            },
             rank=member.world_rank,
         )
         stall_s = time.monotonic() - begun_s

@@ -144,7 +144,11 @@ def _join(
     """This rank's handle of the run, once all ranks are connected and see the same storage."""
     device = _device(config, member.local_rank)
     groups = process_group.connect(
-        member, use_cuda=config.use_cuda, timeout_s=config.collective_timeout_s, server=store
+        member,
+        use_cuda=config.use_cuda,
+        timeout_s=config.collective_timeout_s,
+        mesh=config.mesh,
+        server=store,
     )
     kept: dict[str, Any] = {}
     storage_probe.probe(Filesystem.at(config.run_url), member, groups.control, kept)

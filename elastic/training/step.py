@@ -56,7 +56,8 @@ class Step:
         return self.number % num_steps == 0
 
     def log(self, **values: torch.Tensor | float) -> None:
-        """Add to metrics that are summed over the micro-batches and the ranks.
+        """Add to metrics that are summed over the micro-batches and the ranks, once for each
+        tensor-parallel group.
 
         All ranks must log the same names. Nothing is read off the device here.
         """
@@ -83,9 +84,10 @@ class Step:
     def grad_norm(self, value: torch.Tensor | float) -> None:
         self.record(grad_norm=value)
 
-    def metrics(self, group: dist.ProcessGroup) -> PendingMetrics:
-        """Start summing what was logged over the ranks, without waiting for it."""
-        return PendingMetrics(self._sums, self._values, group)
+    def metrics(self, group: dist.ProcessGroup, *, is_counted: bool = True) -> PendingMetrics:
+        """Start summing what was logged over the ranks that are counted, without waiting for it."""
+        sums = self._sums if is_counted else {n: torch.zeros_like(v) for n, v in self._sums.items()}
+        return PendingMetrics(sums, self._values, group)
 
 
 class PendingMetrics:

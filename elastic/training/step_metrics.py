@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 
-import torch.distributed as dist
-
 from elastic.training.agreement import Agreement
+from elastic.training.process_group import Groups
 from elastic.training.reporter import Reporter
 from elastic.training.step import PendingMetrics, Step
 
@@ -14,11 +13,12 @@ from elastic.training.step import PendingMetrics, Step
 class StepMetrics:
     """Sums each step's metrics over the ranks while the next one runs."""
 
-    def __init__(self, reporter: Reporter, group: dist.ProcessGroup, *, is_told: bool) -> None:
-        """`is_told`: this rank hands them on. Every rank takes part in the sums."""
+    def __init__(self, reporter: Reporter, groups: Groups, world_rank: int) -> None:
+        """Every rank takes part in the sums, and rank 0 hands them on."""
         self._reporter = reporter
-        self._group = group
-        self._is_told = is_told
+        self._group = groups.control
+        self._is_counted = groups.shape.is_counted(world_rank)
+        self._is_told = world_rank == 0
         self._pending: tuple[int, dict[str, float], PendingMetrics] | None = None
 
     def push(self, step: Step, agreement: Agreement, begun_s: float) -> None:
@@ -28,7 +28,7 @@ class StepMetrics:
             "tokens": float(agreement.num_valid_tokens()),
             "step_s": time.monotonic() - begun_s,
         }
-        self._pending = (step.number, extra, step.metrics(self._group))
+        self._pending = (step.number, extra, step.metrics(self._group, is_counted=self._is_counted))
 
     def flush(self) -> None:
         """Hand on the metrics of the step before."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from elastic import versions
 from elastic.policy.durations import parse_duration_s
+from elastic.policy.mesh import Mesh
 from elastic.policy.retention import Retention
 from elastic.policy.saves import AUTO, SaveInterval
 from elastic.storage.claim import RunSpec, run_url
@@ -235,6 +236,7 @@ def run_standalone(
     save_behind: str = "skip",
     keep: int = 3,
     keep_every: int | None = None,
+    mesh: Mesh | None = None,
     identity: dict[str, Any] | None = None,
     accept_changes: Sequence[str] = (),
     collective_timeout_s: float = 1800.0,
@@ -267,26 +269,29 @@ def run_standalone(
         save_behind=save_behind,
         collective_timeout_s=collective_timeout_s,
         use_cuda=torch.cuda.device_count() >= place.local_world_size,
+        mesh=mesh or Mesh(),
         load_from=load_from,
     )
+    config.mesh.shape(place.world_size)  # or it says here what is wrong
     retention = Retention(keep=keep, keep_every=keep_every)
     spec = RunSpec.of(
         name=name,
         seed=seed,
         config=asked,
         identity=identity,
-        operational=_operational(place, config.save, retention),
+        operational=_operational(place, config, retention),
         accepted=accept_changes,
     )
     return _train_at(place, train, config, spec, retention, on_status)
 
 
-def _operational(place: Place, save: SaveInterval, retention: Retention) -> dict[str, Any]:
+def _operational(place: Place, config: TrainingConfig, retention: Retention) -> dict[str, Any]:
     return {
         "num_workers": [place.world_size, place.world_size],
-        "save": str(save),
+        "save": str(config.save),
         "keep": retention.keep,
         "keep_every": retention.keep_every,
+        "mesh": str(config.mesh),
     }
 
 

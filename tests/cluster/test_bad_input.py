@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
-from elastic import ElasticConfig, ElasticTrainer, TrainingFailed
+from elastic import ElasticConfig, ElasticTrainer, Mesh, TrainingFailed
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
 from tests.cluster import functions
 from tests.cluster.local_cluster import Fit, LocalCluster, wait_for
+
+PAIRS = Mesh(tensor=2)
 
 
 def make(function: Any = functions.plain, storage: str = "/tmp/elastic-refused", **options: Any):
@@ -45,6 +47,11 @@ def test_function_that_cannot_be_pickled():
 def test_impossible_sizes(workers: Any):
     with pytest.raises(ValueError, match="workers"):
         make(scaling_config=ScalingConfig(num_workers=workers))
+
+
+def test_sizes_that_no_mesh_can_have():
+    with pytest.raises(ValueError, match=r"from 3 to 3 .* groups of 2: the next is 4"):
+        make(scaling_config=ScalingConfig(num_workers=3), elastic_config=ElasticConfig(mesh=PAIRS))
 
 
 @pytest.mark.parametrize("notices", ["azure", ["aws", "file:relative"]])

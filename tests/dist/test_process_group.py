@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic.policy.mesh import Mesh
 from elastic.training import process_group
 from elastic.training.group_sockets import GroupSockets
 from elastic.training.membership import Membership
@@ -73,25 +74,32 @@ def test_ranks_of_two_generations_do_not_meet_on_one_store():  # B77
             )
 
 
-def joined(rank: int, world_size: int) -> process_group.Groups:
+def joined(rank: int, world_size: int, mesh: Mesh | None = None) -> process_group.Groups:
     """This rank in a group as a generation makes it, in place of the helper's."""
     server = process_group.open_store("127.0.0.1") if rank == 0 else None
     port = [server.port if server else 0]
     dist.broadcast_object_list(port, src=0)
     dist.destroy_process_group()
     return process_group.connect(
-        member(rank, world_size, port[0]), use_cuda=False, timeout_s=50.0, server=server
+        member(rank, world_size, port[0]),
+        use_cuda=False,
+        timeout_s=50.0,
+        mesh=mesh,
+        server=server,
     )
 
 
 def beside_a_standing_peer(rank: int, world_size: int, folder: str, how: str) -> float:
     """How long rank 0 needs to get away from rank 1, which is stopped by SIGSTOP meanwhile."""
-    joined(rank, world_size)
+    in_pairs = Mesh(shard=2) if how == "woken in a part of the mesh" else None
+    groups = joined(rank, world_size, in_pairs)
+    over = None if in_pairs is None else groups.mesh.get_group("shard")
     pid = Path(folder, how)
     if rank == 1:
         pid.with_suffix(".new").write_text(str(os.getpid()))
         pid.with_suffix(".new").rename(pid)
         os.kill(os.getpid(), signal.SIGSTOP)
+    if rank:
         return 0.0
     while not pid.exists():
         time.sleep(0.01)
@@ -100,10 +108,10 @@ def beside_a_standing_peer(rank: int, world_size: int, folder: str, how: str) ->
         while Path(f"/proc/{peer}/stat").read_text().rsplit(") ", 1)[1][0] != "T":
             time.sleep(0.01)
         begun_s = time.monotonic()
-        if how == "woken":
+        if how.startswith("woken"):
             threading.Timer(0.5, process_group.wake).start()
             with pytest.raises(RuntimeError):
-                dist.all_reduce(torch.ones(1))
+                dist.all_reduce(torch.ones(1), group=over)
         else:
             dist.all_reduce(torch.ones(1), async_op=True)
         process_group.disconnect()
@@ -112,9 +120,11 @@ def beside_a_standing_peer(rank: int, world_size: int, folder: str, how: str) ->
         os.kill(peer, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("how", ["woken", "leaves"])
-def test_a_peer_that_stands_still_holds_nobody(tmp_path: Path, how: str):  # B83
-    took_s, _ = run_ranks(beside_a_standing_peer, 2, str(tmp_path), how, may_die={1})
+@pytest.mark.parametrize(
+    ("how", "size"), [("woken", 2), ("leaves", 2), ("woken in a part of the mesh", 4)]
+)
+def test_a_peer_that_stands_still_holds_nobody(tmp_path: Path, how: str, size: int):  # B83
+    took_s, *_ = run_ranks(beside_a_standing_peer, size, str(tmp_path), how, may_die={1})
     assert took_s < 3.0
 
 
@@ -189,11 +199,23 @@ def beside_one_that_dies_while_joining(
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.02])
 def test_a_peer_that_dies_while_all_join_holds_nobody_for_long(victim: int, delay_s: float):  # B84
-    took_s = run_ranks(
-        beside_one_that_dies_while_joining, 3, victim, delay_s, may_die={victim}
-    )
+    took_s = run_ranks(beside_one_that_dies_while_joining, 3, victim, delay_s, may_die={victim})
     others = [took_s[rank] for rank in range(3) if rank != victim]
     assert max(others) < 8.0  # not the 600 s that a collective may take
+
+
+def timeouts(rank: int, world_size: int) -> set[float]:
+    """In seconds, of all groups of a mesh whose dimensions are smaller than the world, and not."""
+    groups = joined(rank, world_size, Mesh(shard=1))
+    of_mesh = groups.mesh.get_all_groups()
+    assert [group.size() for group in of_mesh] == [2, 1]
+    every = (dist.group.WORLD, groups.control, groups.saves, *of_mesh)
+    cpu = torch.device("cpu")
+    return {group._get_backend(cpu).options._timeout.total_seconds() for group in every}
+
+
+def test_groups_of_a_mesh_have_the_timeout_asked_for():
+    assert run_ranks(timeouts, 2) == [{50.0}, {50.0}]
 
 
 def test_groups_have_the_timeout_asked_for_once_they_are_joined():
