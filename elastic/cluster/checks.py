@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from ray import cloudpickle
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 from elastic.cluster.elastic_config import ElasticConfig
+from elastic.policy.mesh import Mesh
 from elastic.policy.retention import Retention
 from elastic.policy.situation import Rules
 from elastic.storage.claim import run_url
@@ -108,6 +110,14 @@ def rules(scaling: ScalingConfig, failure: FailureConfig | None, config: Elastic
         warm=config.recovery == "warm",
         mesh=config.mesh,
     )
+
+
+def as_used(scaling: ScalingConfig, mesh: Mesh) -> ScalingConfig:
+    """What Ray's autoscaler is to be asked for: no worker more than the mesh can use."""
+    if isinstance(scaling.num_workers, int):
+        return scaling
+    least, most = scaling.num_workers
+    return dataclasses.replace(scaling, num_workers=(least, mesh.largest(most)))
 
 
 def retention(run: RunConfig, config: ElasticConfig) -> Retention:

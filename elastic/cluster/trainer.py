@@ -95,7 +95,7 @@ class ElasticTrainer(TorchTrainer):
             train,
             train_loop_config=train_loop_config,
             torch_config=ElasticTorchConfig(backend="nccl" if scaling.use_gpu else "gloo"),
-            scaling_config=scaling,
+            scaling_config=checks.as_used(scaling, self._rules.mesh),
             run_config=run,
             **others,
         )

@@ -117,6 +117,7 @@ class Run:
 
         Raises:
             StateMismatch: the checkpoint does not fit these objects; names the parameter.
+            ValueError: a model is sharded over other dimensions than those of `data_mesh`.
             NoSoundCheckpoint: there are checkpoints, and the bytes of every one are bad.
         """
         if self._state is not None:

@@ -54,6 +54,13 @@ def test_sizes_that_no_mesh_can_have():
         make(scaling_config=ScalingConfig(num_workers=3), elastic_config=ElasticConfig(mesh=PAIRS))
 
 
+def test_the_autoscaler_is_asked_for_no_worker_that_no_mesh_uses():
+    trainer = make(
+        scaling_config=ScalingConfig(num_workers=(1, 5)), elastic_config=ElasticConfig(mesh=PAIRS)
+    )
+    assert trainer.scaling_config.num_workers == (1, 4)
+
+
 @pytest.mark.parametrize("notices", ["azure", ["aws", "file:relative"]])
 def test_a_source_of_notices_that_there_is_not(notices: Any):
     with pytest.raises(ValueError, match="notices come from auto"):

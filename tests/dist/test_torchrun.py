@@ -13,11 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from elastic.dashboard.status import read_status
+from elastic.policy.mesh import Mesh
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.requests import SAVE, ask
 from elastic.storage.run_file import RunFile, load_run_file
 from elastic.training import process_group
-from elastic.training.torchrun import GroupNotMet, Place, Torchrun, meet
+from elastic.training.torchrun import GroupNotMet, Place, Torchrun, meet, run_standalone
 from jobs import pretrain
 from tests.dist.torchrun_job import (
     SMALL,
@@ -165,6 +166,18 @@ def test_ranks_meet_beside_what_an_older_attempt_left() -> None:
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(attempt, (0, 1, 2))) == ["to all"] * 3
+
+
+def test_a_world_that_no_mesh_can_be_is_refused_before_anything(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"3 workers cannot be laid out as .*groups of 2"):
+        run_standalone(
+            lambda run: None,
+            name="run",
+            storage_path=str(tmp_path),
+            mesh=Mesh(tensor=2),
+            place=PLACE,
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_signal_that_comes_twice_is_one_wish() -> None:
