@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elastic.policy.mesh import Mesh
 from elastic.storage.checkpoints import Manifest
@@ -170,6 +170,23 @@ def not_finite(rank: int, world_size: int, folder: Path) -> None:
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
     run_ranks(not_finite, 2, tmp_path)
+
+
+def still_to_be_summed(rank: int, world_size: int, folder: Path) -> float:
+    """A replicated parameter that has seen split inputs: its gradient is a sum not yet made."""
+    with generation(0, rank, Layout(2, Mesh()), str(folder)) as groups:
+        weight = nn.Parameter(distribute_tensor(torch.ones(3, 4), groups.mesh, [Replicate()]))
+        inputs = distribute_tensor(torch.ones(6, 4), groups.mesh, [Shard(0)])
+        (inputs @ weight.T).sum().to_local().backward()
+        assert isinstance(weight.grad, DTensor) and weight.grad.placements[0].is_partial()
+        norm = clip_grad_norm_([weight], 1.0).item()
+        assert torch.linalg.vector_norm(weight.grad.full_tensor()).item() == pytest.approx(1.0)
+        return norm
+
+
+def test_a_gradient_that_is_still_to_be_summed_counts_as_the_sum(tmp_path: Path) -> None:
+    found = run_ranks(still_to_be_summed, 2, tmp_path)
+    assert found == [pytest.approx(6 * math.sqrt(12))] * 2
 
 
 def of_two_widths(rank: int, world_size: int) -> float:

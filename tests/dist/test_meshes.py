@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from elastic.policy.mesh import TENSOR, Mesh
 from elastic.training.process_group import Groups
 from elastic.training.state import TrackedState
-from tests.dist.mesh_run import Layout, generation
+from tests.dist.mesh_run import Layout, backward, built, generation
 from tests.dist.processes import run_ranks
 
 
@@ -139,3 +139,24 @@ def _named(rank: int, world_size: int, folder: str) -> None:
             parts = [mesh, data, mesh["tensor"]]
             assert all(part != other for part in parts for other in seen)
             seen += parts
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tensor=2)], ids=str)
+def test_compiled_layers_have_the_same_gradients(tmp_path: Path, mesh: Mesh):
+    """Torch traces meshes too, and must take ours for one of its own."""
+    run_ranks(_compiled, 2, str(tmp_path), mesh)
+
+
+def _compiled(rank: int, world_size: int, folder: str, mesh: Mesh) -> None:
+    with generation(0, rank, Layout(2, mesh), folder) as groups:
+        found = []
+        for compiles in (False, True):
+            model = built(groups, 0)
+            for layer in (model.up, model.down) if compiles else ():
+                layer.compile(backend="aot_eager")
+            backward(model, 0, groups.shape, rank)
+            gradients = [parameter.grad for parameter in model.parameters()]
+            found.append([one.full_tensor() for one in gradients if isinstance(one, DTensor)])
+        assert len(found[0]) == 9
+        for plain, compiled in zip(*found, strict=True):
+            torch.testing.assert_close(compiled, plain)
