@@ -29,6 +29,7 @@ class Recipe:
     root: str
     layout: Layout
     until: int
+    load_from: str | None = None
 
 
 def run(recipe: Recipe) -> list[dict[str, Any]]:
@@ -44,6 +45,7 @@ def _rank(rank: int, world_size: int, recipe: Recipe) -> dict[str, Any]:
         save=SaveInterval(steps=100),
         collective_timeout_s=30.0,
         mesh=recipe.layout.mesh,
+        load_from=recipe.load_from,
     )
     ended = train_standalone(
         lambda run: _train(run, recipe, seen),
@@ -129,6 +131,18 @@ def test_the_same_mesh_again_changes_no_bit(tmp_path: Path) -> None:
     assert curve(parts.root, "loss") == curve(whole.root, "loss")
     for rank, before in zip(ended, reference, strict=True):
         assert rank["draws"] == {step: before["draws"][step] for step in (4, 5, 6)}
+
+
+def test_weights_of_one_mesh_begin_a_run_on_another(tmp_path: Path) -> None:
+    pairs = Recipe(root=f"{tmp_path}/pairs", layout=Layout(2, Mesh(tensor=2)), until=3)
+    run(pairs)
+    begun = {}
+    for layout in (Layout(1, Mesh()), Layout(4, Mesh(shard=1, tensor=2))):
+        root = f"{tmp_path}/on-{layout.size}"
+        run(Recipe(root=root, layout=layout, until=2, load_from=pairs.root))
+        begun[layout.size] = curve(root, "loss")
+    assert begun[4] == pytest.approx(begun[1], rel=1e-9)
+    assert begun[1][0] != pytest.approx(curve(pairs.root, "loss")[0])  # not from the beginning
 
 
 def test_a_loop_of_ones_own_counts_a_tensor_parallel_group_once(tmp_path: Path) -> None:
