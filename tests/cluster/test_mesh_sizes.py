@@ -10,6 +10,8 @@ from ray.train import RunConfig, ScalingConfig
 
 import elastic
 from elastic import ElasticConfig, ElasticTrainer, Mesh
+from elastic.cluster.ray_internals import GroupMember
+from elastic.cluster.survivors import to_end
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.metrics import current_metrics
 from tests.cluster import functions
@@ -27,6 +29,27 @@ def in_pairs(run: elastic.Run) -> None:
     for _ in train_points(run, PAIRS, UNTIL):
         if not hurry.exists():
             time.sleep(0.2)
+
+
+def member(rank: int, node_id: str) -> GroupMember:
+    return GroupMember(
+        world_rank=rank,
+        world_size=5,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        node_id=node_id,
+        node_ip="127.0.0.1",
+        pid=100 + rank,
+    )
+
+
+def test_one_too_many_is_let_go_before_its_end_can_pass_for_a_death():
+    there = [member(rank, node) for rank, node in enumerate("aabbb")]
+    gone, leaving = {("b", 103)}, []
+    assert to_end(gone, leaving, Mesh(shard=3), there) == {1, 3}
+    assert gone == {("b", 103), ("a", 101)} and leaving == [there[1]]
+    assert to_end(gone, leaving, Mesh(), there) == {1, 3} and len(leaving) == 1
 
 
 @pytest.mark.timeout(240)
