@@ -50,7 +50,7 @@ class Reader:
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         """The collated batch of these samples: torch's fetcher asks for a whole batch this way."""
-        with _own_random_streams():
+        with own_random_streams():
             samples = []
             for key in keys:
                 self._seed_for(key)
@@ -66,7 +66,8 @@ class Reader:
 
 
 @contextlib.contextmanager
-def _own_random_streams() -> Iterator[None]:
+def own_random_streams() -> Iterator[None]:
+    """The random streams of the process are left where they were."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -407,15 +407,6 @@ def test_numbers_that_make_no_step(changed: dict[str, int], expected: str) -> No
         loader_of(Numbers(8), **changed)
 
 
-def test_a_stream_is_no_dataset() -> None:
-    class Stream(torch.utils.data.IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(9))
-
-    with pytest.raises(ValueError, match=r"expected a map-style dataset.*found Stream"):
-        loader_of(Stream())
-
-
 # --- loader processes --------------------------------------------------------------------------
 
 
