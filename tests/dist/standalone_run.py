@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -164,6 +165,7 @@ def sharded_model(dtype: torch.dtype, mesh: DeviceMesh) -> nn.Sequential:
 
 def _train(run: Run, seen: dict[str, Any]) -> None:
     recipe: Recipe = run.config["recipe"]
+    multiprocessing.current_process().daemon = False  # or it could have no loader processes
     dtype = getattr(torch, recipe.dtype)
     model = sharded_model(dtype, run.mesh)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
