@@ -97,7 +97,15 @@ def enter_loader_process(_number: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         os._exit(1)  # it died before the signal was armed
+    if parent is not None and parent.pid != os.getppid():
+        # A fork server has forked this process: it lives on, and no signal comes.
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _let_go_of_network_sockets()
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def end_loader_processes(batches: Iterator[Any], patience_s: float = 0.5) -> None:

@@ -271,11 +271,12 @@ def test_a_resume_at_the_end_of_what_can_be_left_out() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_failed_read_is_no_end_of_a_pass(num_workers: int) -> None:
+@pytest.mark.parametrize("bad", [6, 7])
+def test_a_failed_read_is_no_end_of_a_pass(num_workers: int, bad: int) -> None:
     """B36: a generator that has raised looks as if it were at its end."""
     source = Stream(20)
     expected = reference(source)
-    source.broken = {expected[7]}
+    source.broken = {expected[bad]}
     loader = loader_of(source, num_workers=num_workers)
     steps = iter(loader)
     assert ids(next(steps)) == expected[:3]
