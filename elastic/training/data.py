@@ -114,7 +114,7 @@ class GlobalLoader:
         source: Any = dataset
         self._reading: Reading
         if is_stream(source):
-            told = {"passes": ()} if True else {}
+            told = {"passes": ()} if samples_done == 0 else state or {}
             self._reading = ByCount(source, collate, seed, told)
         else:
             _check_length(source, global_batch)

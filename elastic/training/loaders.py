@@ -75,8 +75,8 @@ class Loaders:
                 "every rank all samples, in one order: do not split it by rank"
             )
         self._states[self._name(loader)] = loader.state
-        facts = loader.facts(loader.position)
-        if facts["read"] == "by count" and not is_foretold(self._told, facts):
+        by_count = self._told["read"] == "by count"
+        if by_count and not is_foretold(self._told, loader.facts(loader.position)):
             self._tell(loader, step - 1, loader.position - loader.global_batch)
 
     def own(self, step: int) -> None:

@@ -145,15 +145,9 @@ class Run:
         self._rng()
         self._reporter.step = self.step
         self._reporter.phase = "build"
-        self._coordinator.notify(
-            "restored_state",
-            {
-                "step": self.step,
-                "resumed": self._member.resume_step is not None,
-                "build_s": built_s - self._begun_s,
-                "load_s": self._loaded_s - built_s,
-            },
-        )
+        took = {"build_s": built_s - self._begun_s, "load_s": self._loaded_s - built_s}
+        resumed = self._member.resume_step is not None
+        self._coordinator.notify("restored_state", {"step": self.step, "resumed": resumed, **took})
 
     def _restore(self, state: TrackedState) -> None:
         restored = begin(
@@ -257,7 +251,8 @@ class Run:
         def is_over() -> bool:
             return end.is_reached(self.step, self.samples, self.tokens)
 
-        self._loaders.begin(loader, self.step)
+        if not is_over():
+            self._loaders.begin(loader, self.step)
         batches = iter(loader)
         phases = ("first batch", "first step")
         while not is_over():
