@@ -262,6 +262,7 @@ def _trainer(
             hangs=hang_limits(arguments),
             node_strikes=arguments.node_strikes,
             notices=arguments.notices or "auto",
+            page=arguments.page,
         ),
     )
 

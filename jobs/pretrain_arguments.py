@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import Any
 
+from elastic.cluster import own_page
 from elastic.cluster.notices.sources import checked
 from elastic.importing import collector_paused
 from elastic.policy.durations import parse_duration_s
@@ -109,6 +111,13 @@ def _add_notices(found: argparse.ArgumentParser) -> None:
         help="what says that a node will be taken: auto (default), none, aws, aws-rebalance, gcp, "
         "file:PATH; repeatable",
     )
+    found.add_argument(
+        "--page",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="where the run serves its page, on the driver's node (default 127.0.0.1:0, which "
+        f"takes a free port), or none; other than loopback addresses need {own_page.TOKEN}",
+    )
 
 
 class InvalidInput(ValueError):
@@ -199,6 +208,7 @@ def _check_values(arguments: argparse.Namespace) -> None:
     try:
         SaveInterval.parse(arguments.save_every)
         checked(arguments.notices or "auto")
+        own_page.checked(arguments.page, os.environ)
     except ValueError as error:
         raise InvalidInput(str(error)) from error
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from elastic.policy.budgets import Failure, as_recorded
+from elastic.policy.causes import Cause
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.ledger import LedgerEvent, LedgerWriter
 from elastic.storage.metrics import MetricsWriter
@@ -38,6 +40,7 @@ class Story:
         self.time_s = born_s
         self.generation = -1
         self.step = 0
+        self.saved_step = -1
         self.size = 0
         self.told: list[LedgerEvent] = []
 
@@ -84,12 +87,15 @@ class Story:
 
     def save(self) -> None:
         add_checkpoint(self.catalog, self.step, self.generation)
+        self.saved_step = self.step
         facts = {"bytes": 5000, "stall_s": 0.08, "duration_s": 0.9, "write_s": 0.8}
         self.tell("checkpoint_committed", step=self.step, data=facts)
 
     def decide(self, cause: str, rank: int, reason: str, **data: Any) -> None:
         facts = {"cause": cause, "then": "restart", "recovery": "warm", "world_size": self.size}
         facts |= {"evidence": "", "cause_text": reason} | data
+        failure = Failure(cause=Cause(cause), step=self.step, text=reason, headline=reason)
+        facts["counted"] = as_recorded(failure, self.saved_step)
         self.tell("failure_decided", step=self.step, world_rank=rank, reason=reason, data=facts)
 
     def go_on(self, size: int, from_step: int, reason: str, nodes: list[str] | None = None) -> None:

@@ -10,6 +10,7 @@ from elastic.cluster import whereabouts
 from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.inheritance import Inheritance
 from elastic.cluster.injections import Injections
+from elastic.cluster.own_page import OwnPage
 from elastic.cluster.ray_metrics import RayMetrics
 from elastic.cluster.recovery import Recovery
 from elastic.policy import budgets, fitting
@@ -57,6 +58,7 @@ class ClaimedRun:
             if config.from_step is not None:
                 why = "asked for on submission"
                 roll_back(self.catalog, self._ledger, config.from_step, why, time_s=time.time())
+            self.page = OwnPage(filesystem.url, config.page, config.page_token)
         except BaseException:
             self._claim.lease.release()
             raise
@@ -116,6 +118,7 @@ class ClaimedRun:
             **whereabouts.in_fields(),
             "lease_epoch": self.epoch,
             "rules": vars(self._rules),
+            "page_url": self.page.url,
         }
         if before is not None:
             data["take_over"] = before.number
@@ -136,6 +139,7 @@ class ClaimedRun:
 
     def close(self) -> None:
         """The last event was recorded: give the run back."""
+        self.page.close()
         self._ledger.close()
         self._claim.lease.release()
         self._loggers.close()  # last, since it may take its time

@@ -169,6 +169,7 @@ class Driver:
             "step": max(now.step, self._words.resumed_step if self._is_open else -1),
             "checkpoint_step": now.committed_step,
             "restarts": self._recovery.count,
+            **(self._run.page.where() if self._is_open else {}),
         }
 
     def outcome(self) -> dict[str, Any]:

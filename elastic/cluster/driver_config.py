@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from elastic.policy.addresses import Address
 from elastic.policy.hangs import HangLimits
 from elastic.policy.retention import Retention
 from elastic.policy.saves import SaveInterval
@@ -46,6 +47,9 @@ class DriverConfig:
     notices: tuple[str, ...] = ()
     """The sources that say that a node will be taken: see `elastic.cluster.notices.sources`."""
     loggers: tuple[Logger, ...] = ()
+    page: Address | None = None
+    """Where the driver serves the run's page; None: nowhere."""
+    page_token: str = field(default="", repr=False)
     from_scratch: bool = False
     """Checkpoints of an earlier history may be left alone, and the run start at step 0."""
     from_step: int | None = None

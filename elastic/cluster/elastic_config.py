@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.cluster import own_page
 from elastic.cluster.notices.sources import checked
 from elastic.policy.budgets import check_by_cause
 from elastic.policy.durations import parse_duration_s
@@ -63,6 +65,9 @@ class ElasticConfig:
     loggers: Sequence[Logger] = ()
     """Who else is told the values of each step, and each restart: `elastic.TensorBoardLogger(DIR)`,
     or an object of yours with the methods of `elastic.Logger`."""
+    page: str = "127.0.0.1:0"
+    """Where the driver serves the run's page, on its node: `HOST:PORT`, port 0 takes a free one;
+    `none` for no page. Any other than a loopback address needs `ELASTIC_PAGE_TOKEN` to be set."""
     collective_timeout_s: float = 3600.0
     from_scratch: bool = False
     """Start at step 0 although the run has committed checkpoints that cannot be found."""
@@ -90,6 +95,7 @@ class ElasticConfig:
         StrikeRules(limit=self.node_strikes, expire_s=self.node_strikes_expire_s)
         checked(self.notices)
         check_loggers(self.loggers)
+        own_page.checked(self.page, os.environ)
         if self.from_step is not None and self.from_step < 0:
             raise ValueError(f"from_step is the step of a checkpoint; found {self.from_step}")
         if self.from_step is not None and self.from_scratch:

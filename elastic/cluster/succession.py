@@ -10,13 +10,16 @@ import contextlib
 import dataclasses
 import logging
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 
 from elastic.cluster import whereabouts
 from elastic.cluster.driver_config import DriverConfig, TakeOver
@@ -120,15 +123,20 @@ class Succession:
     # --- the driver that lives -------------------------------------------------------------------
 
     def _wait(self, on_status: Callable[[dict[str, Any]], None] | None) -> dict[str, Any]:
-        done = self._driver.run.remote()
-        while not ray.wait([done], timeout=1.0)[0]:
+        # Waited for in Python: `ray.shutdown` in another thread leaves who waits in Ray there.
+        done: Future[None] = self._driver.run.remote().future()
+        awaits_page = self._config.page is not None
+        while not futures.wait([done], timeout=1.0).done:
             self._check_connection()
             self._sweep()
-            if on_status is not None:
+            if on_status is not None or awaits_page:
                 # That it has died is told by `done`.
-                with contextlib.suppress(GetTimeoutError, RayActorError):
-                    on_status(ray.get(self._driver.status.remote(), timeout=1.0))
-        ray.get(done)
+                with contextlib.suppress(TimeoutError, RayActorError):
+                    status = self._driver.status.remote().future().result(timeout=1.0)
+                    awaits_page = awaits_page and not _told_of_page(status)
+                    if on_status is not None:
+                        on_status(status)
+        done.result()
         outcome: dict[str, Any] = ray.get(self._driver.outcome.remote())
         return outcome
 
@@ -215,6 +223,14 @@ class Succession:
         finally:
             held.release()
         return _outcome("failed", reason)
+
+
+def _told_of_page(status: dict[str, Any]) -> bool:
+    """Tells whoever submitted the run where its page is; False while the driver does not say."""
+    if status.get("page_url"):
+        where = f"{status['page_url']} on {status['page_host']}"
+        sys.stderr.write(f"elastic: the run's page is at {where}\n")
+    return "page_url" in status
 
 
 def _head_answers() -> bool:

@@ -23,7 +23,7 @@ from ray.train import Checkpoint, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from elastic import versions
-from elastic.cluster import checks, worker
+from elastic.cluster import checks, own_page, worker
 from elastic.cluster.backend import ElasticTorchConfig
 from elastic.cluster.driver import TrainingFailed
 from elastic.cluster.driver_actor import DriverActor
@@ -156,6 +156,8 @@ class ElasticTrainer(TorchTrainer):
             strikes=self.elastic_config.strikes,
             notices=checked(self.elastic_config.notices),
             loggers=tuple(self.elastic_config.loggers),
+            page=own_page.checked(self.elastic_config.page, os.environ),
+            page_token=os.environ.get(own_page.TOKEN, ""),
             from_scratch=self.elastic_config.from_scratch,
             from_step=self.elastic_config.from_step,
         )

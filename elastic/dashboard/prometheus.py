@@ -16,10 +16,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from elastic.dashboard.restarts import UNKNOWN
-from elastic.dashboard.run_picture import RunPicture, Unreadable, read_pictures
+from elastic.dashboard.run_picture import Readers, RunPicture, Unreadable
 from elastic.policy.causes import Cause
 from elastic.policy.goodput import BUCKETS
-from elastic.storage.filesystem import Filesystem
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_RUNS = 200
@@ -142,14 +141,14 @@ NAMES = frozenset(name for name, *_ in _FAMILIES) | {"elastic_runs_left_out"}
 Sample = tuple[str, Mapping[str, str], float | None]
 
 
-def metrics_text(root: Filesystem, now_s: float) -> bytes:
-    """All runs below the storage root `root`, or the one at it, in Prometheus' text format.
+def metrics_text(runs: Readers, now_s: float) -> bytes:
+    """The runs in Prometheus' text format.
 
     `now_s` is wall time, for ages. One run that cannot be read has the state DAMAGED and hides no
-    other. Raises what listing `root` raises.
+    other. Raises what `Readers.pictures` raises.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Runs(read_pictures(root, now_s=now_s)))
+    registry.register(_Runs(runs.pictures(now_s)))
     return generate_latest(registry)
 
 

@@ -41,6 +41,7 @@ def status_facts(status: RunStatus) -> dict[str, str]:
         "restarts": _restarts(status),
         "goodput": share_text(status.goodput),
         "storage": status.storage,
+        "page": UNSAID if status.page_url is None else f"{status.page_url} on {status.page_host}",
         "dashboard": status.dashboard_url or UNSAID,
         "last word": f"{age(status.last_word_age_s)} ago",
     }

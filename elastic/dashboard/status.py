@@ -93,6 +93,9 @@ class RunStatus:
     last_word_age_s: float
     storage: str
     dashboard_url: str | None
+    page_url: str | None
+    """Where the driver serves this run's page, on `page_host`; None once it is over."""
+    page_host: str | None
     kept_out: list[KeptOutNode]
     """Nodes on which nothing of this run starts, since it has failed there too often."""
     last_lines: LastLines | None
@@ -142,6 +145,8 @@ def summarise(
     restarts = restarts_by_cause(events)
     progress = _last_data(events, "progress")
     group = _last_data(events, "generation_started")
+    is_over = state in TERMINAL or state == "UNKNOWN"
+    page_url = None if is_over else _text(_last_data(events, "run_started").get("page_url")) or None
     checkpoint_step = checkpoint.step if checkpoint is not None else None
     return RunStatus(
         name=run_file.name,
@@ -166,6 +171,8 @@ def summarise(
         last_word_age_s=silent_s,
         storage=storage,
         dashboard_url=_text(_last_data(events, "run_started").get("dashboard_url")) or None,
+        page_url=page_url,
+        page_host=_text(_last_data(events, "run_started").get("host")) or None,
         kept_out=nodes_kept_out(events, now_s),
         last_lines=last_lines_of_failure(events),
         goodput=None,

@@ -13,6 +13,7 @@ import time
 import click
 
 from elastic.dashboard.text import plain
+from elastic.policy.addresses import is_loopback
 from elastic.storage.run_file import RUN_FILE
 from elastic.verbs.run_argument import (
     BadRun,
@@ -62,9 +63,9 @@ def dashboard(
     \b
     Exit codes: 0 ended, 1 the address cannot be had, 2 no such storage.
     """
-    from elastic.dashboard.page.guard import is_loopback  # aiohttp is for this verb alone
-    from elastic.dashboard.page.server import PageServer
+    from elastic.dashboard.page.server import PageServer  # aiohttp is for this verb alone
     from elastic.dashboard.prometheus import metrics_text
+    from elastic.dashboard.run_picture import Readers
 
     with reading(storage):
         root = storage_at(storage)
@@ -74,7 +75,8 @@ def dashboard(
             raise BadRun(f"{plain(root.url)} is a run itself: give the storage that holds it")
     if not token:
         token = "" if is_loopback(host) else secrets.token_urlsafe(_TOKEN_BYTES)
-    texts = {"/metrics": lambda: metrics_text(root, time.time()).decode()}
+    runs = Readers(root)
+    texts = {"/metrics": lambda: metrics_text(runs, time.time()).decode()}
     server = PageServer(
         root, host=host, port=port, token=token, names=frozenset(names), texts=texts
     )

@@ -47,6 +47,7 @@ def metrics(run: str | None, storage: str | None, file: str | None) -> None:
         return
     # Not at the top: a quick verb would take as long to import it as for all the rest.
     from elastic.dashboard.prometheus import metrics_text
+    from elastic.dashboard.run_picture import Readers
 
     place = str(run if storage is None else storage)
     with reading(place):
@@ -55,5 +56,5 @@ def metrics(run: str | None, storage: str | None, file: str | None) -> None:
             open_run(place)
         elif root.local_root is not None and not os.path.isdir(root.local_root):
             raise BadRun(f"no storage at {plain(root.url)}: there is no such directory")
-        text = metrics_text(root, time.time())
+        text = metrics_text(Readers(root), time.time())
     click.echo(text, nl=False)

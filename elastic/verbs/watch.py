@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from elastic.dashboard.run_picture import RunPicture, read_picture
+from elastic.dashboard.run_picture import RunPicture, RunReader
 from elastic.dashboard.status import TERMINAL
 from elastic.dashboard.text import finite
 from elastic.policy.goodput import Goodput
@@ -62,7 +62,7 @@ class _Look:
     """Reads the run anew at each call, and its goodput more seldom."""
 
     def __init__(self, fs: Filesystem, run_file: RunFile) -> None:
-        self._fs = fs
+        self._reader = RunReader(fs)
         self._run_file = run_file
         self._goodput: Goodput | None = None
         self._goodput_until_s = 0.0
@@ -71,7 +71,7 @@ class _Look:
     def __call__(self) -> RunPicture:
         begun_s = time.monotonic()
         known = self._goodput if begun_s < self._goodput_until_s else None
-        found = read_picture(self._fs, self._run_file, now_s=time.time(), goodput=known)
+        found = self._reader.picture(self._run_file, now_s=time.time(), goodput=known)
         if known is None:
             self._goodput = found.status.goodput
             self._goodput_until_s = time.monotonic() + _GOODPUT_S

@@ -100,6 +100,15 @@ def _overhead(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _page(options: argparse.Namespace) -> dict[str, Any]:
+    from jobs.bench.page import Bench, table
+
+    bench = Bench(num_blocks=3 if options.quick else options.blocks)
+    result = bench.run(_say)
+    print(table(result))
+    return result
+
+
 def _intervals(options: argparse.Namespace) -> dict[str, Any]:
     from jobs.bench.intervals import Bench, Conditions, table
 
@@ -162,9 +171,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     overhead.set_defaults(run=_overhead, check=_nothing_to_check)
 
+    page = commands.add_parser(
+        "page", help="step time while somebody looks at the run's page against nobody"
+    )
+    page.add_argument(
+        "--blocks", type=_positive, default=40, metavar="N", help="blocks with the page open"
+    )
+    page.set_defaults(run=_page, check=_nothing_to_check)
+
     intervals = _add_intervals(commands)
 
-    for command in (recovery, growth, preemption, overhead, intervals):
+    for command in (recovery, growth, preemption, overhead, page, intervals):
         command.add_argument(
             "--quick", action="store_true", help="smaller and less sure: a check that it works"
         )

@@ -53,6 +53,13 @@ def plain(run: elastic.Run) -> None:
         pass
 
 
+def boom_when_told(run: elastic.Run) -> None:
+    """Goes on until a file is there; then rank 0 raises."""
+    for _ in steps(run, 1_000_000):
+        if run.world_rank == 0 and Path(run.config["boom"]).exists():
+            raise ValueError("bad sample 7")
+
+
 def boom_beside_a_collective(run: elastic.Run) -> None:
     """Rank 2 raises while the others are in a collective that would wait for 300 s."""
     for step in steps(run):

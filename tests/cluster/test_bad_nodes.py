@@ -148,6 +148,7 @@ def test_its_node_is_left_out_until_it_is_allowed(three_nodes: LocalCluster, tmp
         assert [event.kind for event in job.events("growth_failed", "reform_failed")] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_its_other_ranks_are_left_after_a_save(connected: LocalCluster, tmp_path: Path):
     trainer = ElasticTrainer(

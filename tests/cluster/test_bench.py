@@ -96,6 +96,7 @@ def test_quick_recovery_writes_what_checks_rely_on(mark: str, tmp_path: Path) ->
     assert directories() <= before
 
 
+@pytest.mark.thorough
 def test_quick_growth_writes_what_checks_rely_on(mark: str, tmp_path: Path) -> None:
     before = directories()
     path = tmp_path / "growth.json"

@@ -47,6 +47,7 @@ def test_a_node_whose_link_is_cut_is_lost_and_another_takes_its_place() -> None:
         assert cluster.is_alive(kept)
 
 
+@pytest.mark.thorough
 def test_ranks_in_two_namespaces_reach_each_other(tmp_path: Path) -> None:
     script = tmp_path / "all_reduce.py"
     script.write_text(ALL_REDUCE)

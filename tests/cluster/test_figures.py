@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import urllib.request
@@ -17,6 +18,8 @@ from elastic import ElasticConfig, ElasticTrainer, TensorBoardLogger
 from elastic.cluster import ray_metrics
 from elastic.cluster.ray_metrics import COUNTERS, GAUGES
 from elastic.dashboard.prometheus import CAUSES, NAMES, PHASES, metrics_text
+from elastic.dashboard.restarts import restarts_of
+from elastic.dashboard.run_picture import Readers
 from elastic.policy.goodput import goodput
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
@@ -51,9 +54,33 @@ def exported(label: str) -> Samples:
     return found
 
 
+def check_own_page(url: str, fs: Filesystem) -> None:
+    """The run serves its page from its driver's node, with the ledger's figures."""
+    where, _, name = url.rpartition("/runs/")
+    with urllib.request.urlopen(f"{where}/api/runs/{name}", timeout=20) as answer:
+        shown = json.load(answer)
+    assert shown["status"]["page_url"] == url and shown["status"]["state"] == "RUNNING"
+    restarts = restarts_of(read_ledger(fs))
+    assert [one["reason"] for one in shown["restarts"]] == [one.reason for one in restarts]
+    assert shown["restarts"][0]["phases_s"] == restarts[0].phases_s
+
+
+def check_page_is_gone(url: str) -> None:
+    where = url.partition("/runs/")[0]
+    wait_for("the end of the page", lambda: not answers(where))
+
+
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
 @pytest.mark.timeout(240)
 def test_b88_a_kill_is_told_everywhere_with_the_ledgers_figures(
-    connected: LocalCluster, tmp_path: Path
+    connected: LocalCluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trainer = ElasticTrainer(
         functions.plain,
@@ -77,6 +104,9 @@ def test_b88_a_kill_is_told_everywhere_with_the_ledgers_figures(
         )
         for label in ("cause", "phase")
     )
+    url = fit.events("run_started")[0].data["page_url"]
+    check_own_page(url, Filesystem.at(f"{tmp_path}/{RUN}"))
+    assert f"the run's page is at {url} on " in capfd.readouterr().err
     (recovered,) = [e for e in fit.events("recovered") if e.data["old_world_size"] == 3]
     assert by_cause["ray_elastic_restarts_total", "worker_killed"] == 1
     assert by_cause.get(("ray_elastic_lost_steps_total", ""), 0) == recovered.data["lost_steps"]
@@ -86,9 +116,10 @@ def test_b88_a_kill_is_told_everywhere_with_the_ledgers_figures(
     assert told <= {f"ray_{name}" for name in (*GAUGES, *COUNTERS)}
     fit.stop()
     fit.join()
+    check_page_is_gone(url)
 
     fs = Filesystem.at(f"{tmp_path}/{RUN}")
-    text = metrics_text(Filesystem.at(str(tmp_path)), time.time()).decode()
+    text = metrics_text(Readers(Filesystem.at(str(tmp_path))), time.time()).decode()
     assert samples(text, "cause")["elastic_restarts_total", "worker_killed"] == 1
     reader = EventAccumulator(str(tmp_path / "tb"), size_guidance={"scalars": 0})
     reader.Reload()

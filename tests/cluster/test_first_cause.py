@@ -44,7 +44,10 @@ def events(storage: Path) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("function", "retries"),
-    [(functions.boom_beside_a_collective, 1), (functions.boom_told_late, 0)],
+    [
+        pytest.param(functions.boom_beside_a_collective, 1, marks=pytest.mark.thorough),
+        (functions.boom_told_late, 0),
+    ],
 )
 def test_headline_names_the_rank_at_fault(  # B79, B81
     connected: LocalCluster, tmp_path: Path, function: Callable[..., None], retries: int

@@ -50,7 +50,7 @@ def test_each_way_to_hang_is_told_and_ended(connected: LocalCluster, tmp_path: P
 
 @pytest.mark.timeout(180)
 def test_slow_is_not_hung(connected: LocalCluster, tmp_path: Path):  # B82
-    slow_s = 2 * LIMIT_S
+    slow_s = LIMIT_S + 1.5
     mark = tmp_path / "mark"
     config = {"until": 10, "slow_s": slow_s, "mark": str(mark)}
     limits = HangLimits(step_s=LIMIT_S)

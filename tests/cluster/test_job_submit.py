@@ -15,6 +15,7 @@ from elastic.storage.ledger import read_ledger
 from tests.cluster.local_cluster import RAY, ROOT, LocalCluster
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_submit_and_submit_again(one_node: LocalCluster, tmp_path: Path):  # B23, first half
     def submit(steps: int) -> str:

@@ -21,6 +21,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_one_loses_a_worker_and_the_other_does_not_notice(
     connected: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_survivors_go_on_and_the_lost_side_neither_publishes_nor_returns(  # B65
     tmp_path: Path,

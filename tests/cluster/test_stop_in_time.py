@@ -51,7 +51,14 @@ def nothing_left(pids: list[int]) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", ["children", "evaluation", "long"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("children", marks=pytest.mark.thorough),
+        "evaluation",
+        pytest.param("long", marks=pytest.mark.thorough),
+    ],
+)
 def test_what_was_trained_is_saved(three_nodes: LocalCluster, tmp_path: Path, kind: str):
     """B69: with loader processes, in an evaluation of a minute, in steps of six seconds."""
     module = "tests.cluster.departing"

@@ -23,6 +23,7 @@ from tests.dist.torchrun_job import (
 from tests.dist.undisturbed import undisturbed
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_torchrun_on_2_killed_then_ray_on_3_then_torchrun_on_1(
     three_nodes: LocalCluster, tmp_path: Path

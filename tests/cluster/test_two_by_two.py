@@ -15,6 +15,7 @@ from tests.cluster import functions
 from tests.cluster.local_cluster import Fit, started, wait_for
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_node_of_rank_0_is_lost_and_comes_back(tmp_path: Path):  # B18, B65
     marks = tmp_path / "marks"

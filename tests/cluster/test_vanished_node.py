@@ -19,6 +19,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_survivors_are_woken_and_what_comes_back_is_ended(
     three_nodes: LocalCluster, tmp_path: Path

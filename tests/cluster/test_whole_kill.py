@@ -15,7 +15,7 @@ import pytest
 from elastic.storage.ledger import LedgerEvent
 from tests.cluster.local_cluster import Job, started, wait_for
 
-NUM_KILLS = 5
+NUM_KILLS = 2
 NUM_KILLS_THOROUGH = 20
 FLAGS = (
     *("--steps", "100000", "--global-batch", "4", "--micro-batch", "2", "--model", "nano"),

@@ -75,6 +75,7 @@ def load(run: Path) -> RunFile:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_held_then_stopped_then_of_another_kind(tmp_path: Path) -> None:
     flags = (*SMALL, "--storage", f"{tmp_path}/runs", "--name", "run")

@@ -82,13 +82,16 @@ def run(tmp_path: Path) -> Iterator[ARun]:
         yield made
 
 
+PAGE = "http://127.0.0.1:40123/runs/demo"
+
+
 @pytest.fixture
 def recovered(run: ARun) -> ARun:
     """Started on 3, lost a worker at step 33, went on with 2 from step 30."""
-    url = "http://127.0.0.1:8265"
+    urls = {"dashboard_url": "http://127.0.0.1:8265", "page_url": PAGE, "host": "node-7"}
     progress = {"loss": 3.25, "tokens_per_s": 600.0, "state": "RUNNING", "phase": "data"}
     ranks = [{"world_rank": rank, "node_ip": "127.0.0.1", "pid": 900 + rank} for rank in range(3)]
-    run.event("run_started", 90, data={"name": "demo", "dashboard_url": url})
+    run.event("run_started", 90, data={"name": "demo", **urls})
     run.event("generation_started", 80, generation=0, data={"world_size": 3, "ranks": ranks})
     run.event("checkpoint_committed", 50, generation=0, step=30, data={"bytes": 1500})
     run.checkpoint(30)
@@ -126,8 +129,15 @@ def test_status_adds_up_what_happened(recovered: ARun) -> None:
     assert (status.restarts, status.restarts_by_cause) == (1, {"worker_died": 1})
     assert (status.lost_steps, status.submissions, status.last_word_age_s) == (3, 1, 1)
     assert status.dashboard_url == "http://127.0.0.1:8265"
+    assert (status.page_url, status.page_host) == (PAGE, "node-7")
     assert [rank["pid"] for rank in status.ranks] == [900, 901]
     assert status.storage == str(recovered.root)
+
+
+@pytest.mark.parametrize("last", ["run_finished", "run_stopped", "run_failed"])
+def test_a_run_that_is_over_serves_no_page(recovered: ARun, last: str) -> None:
+    recovered.event(last, 0, reason="the end")
+    assert recovered.status().page_url is None
 
 
 def test_status_tells_the_newest_save_interval_and_why(run: ARun) -> None:
@@ -156,6 +166,7 @@ def test_status_reads_well(recovered: ARun, monkeypatch: pytest.MonkeyPatch) -> 
         "restarts    1 (worker_died 1), 3 steps lost",
         "goodput     38.4 % of 198 slot-seconds; start up 54.5 %, re-form: wait 7.1 %",
         f"storage     {recovered.root}",
+        f"page        {PAGE} on node-7",
         "dashboard   http://127.0.0.1:8265",
         "last word   1 s ago",
     ]

@@ -22,7 +22,7 @@ from elastic.cli import main
 from elastic.dashboard.goodput import read_goodput
 from elastic.dashboard.page import evidence, series
 from elastic.dashboard.page.guard import Guard
-from elastic.dashboard.page.run_document import RunReader
+from elastic.dashboard.page.run_document import RunPage
 from elastic.dashboard.page.server import PageServer
 from elastic.dashboard.restarts import restarts_of, totals
 from elastic.dashboard.run_list import list_runs
@@ -87,6 +87,7 @@ def test_every_figure_is_that_of_the_reports(server: PageServer, root: Path) -> 
     tries = tries_left(events)
     assert tries is not None
     assert [one["left"] for one in found["tries_left"]] == [one.left for one in tries]
+    assert {one["budget"]: one["used"] for one in found["tries_left"]}["exceptions"] == 1
     assert found["status"]["state"] == "FAILED"
     assert "ValueError: bad sample 7" in found["status"]["reason"]
 
@@ -105,7 +106,7 @@ def test_a_replayed_step_has_one_current_row_with_its_newest_value(tmp_path: Pat
     now.train(10)
     now.save()
     now.train(2)
-    old = RunReader(now.fs, "run").document(0.0)["steps"]
+    old = RunPage(now.fs, "run").document(0.0)["steps"]
     now.tell("worker_died", world_rank=1, step=12, reason="SIGKILL")
     now.decide("worker_killed", 1, "SIGKILL")
     now.go_on(1, 10, "SIGKILL")
@@ -113,7 +114,7 @@ def test_a_replayed_step_has_one_current_row_with_its_newest_value(tmp_path: Pat
     for step in (11, 12):
         now.metrics.add(1, step, now.time_s, {"loss": 9.0, "tokens": 10.0, "step_s": 2.0})
     now.metrics.flush()
-    found = RunReader(now.fs, "run").document(0.0)
+    found = RunPage(now.fs, "run").document(0.0)
     assert old["step"] == found["steps"]["step"] == [float(step) for step in range(1, 13)]
     assert old["loss"][-2:] != [9.0, 9.0] and found["steps"]["loss"][-2:] == [9.0, 9.0]
     assert found["steps"]["tokens_per_s"][-1] == 5.0
@@ -164,7 +165,7 @@ def test_long_series_are_thinned_and_keep_their_extremes() -> None:
 
 def test_the_document_of_a_long_run_is_bounded(tmp_path: Path) -> None:
     now = long_run(tmp_path / "long", num_events=4000, num_generations=300)
-    document = RunReader(now.fs, "long").document(0.0)
+    document = RunPage(now.fs, "long").document(0.0)
     assert document["num_restarts"] == 299 and len(document["restarts"]) == 250
     assert len(json.dumps(document)) < 400_000
 
@@ -190,7 +191,7 @@ def test_it_listens_on_loopback_alone_unless_told(server: PageServer) -> None:
     assert listening == [f"0100007F{wanted}"]
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+@pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
 def test_it_only_reads(server: PageServer, method: str) -> None:
     """B89: each verb, also under a foreign name, whose refusal comes first."""
     refusal = Guard(is_loopback=True).refuse(method=method, host="localhost", origin=None, given=[])
@@ -225,24 +226,25 @@ def test_a_page_of_another_origin_may_not_ask(server: PageServer) -> None:
 
 
 def test_another_address_needs_a_token(root: Path) -> None:
-    """B89: without the token nothing is answered; the cookie that it sets does for the rest."""
+    """B89: without the token nothing is answered. Once shown it is out of the address, and a cookie
+    that does not hold it, named for the port, does for the rest."""
     fs = Filesystem.at(str(root))
     with pytest.raises(ValueError, match="needs a token"):
         PageServer(fs, host="0.0.0.0")
     with PageServer(fs, host="0.0.0.0", token="secret-word") as server:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Cookie": "elastic_token=x"}):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Cookie": "elastic_page=x"}):
             for path in ("/", "/api/runs", "/static/app.js"):
                 assert ask(server, path, **headers)[0] == 401
         assert ask(server, "/api/runs?token=wrong")[0] == 401
         assert ask(server, "/api/runs", Authorization="Bearer secret-word")[0] == 200
-        assert (
-            ask(server, "/api/runs", host="evil.example", Cookie="elastic_token=secret-word")[0]
-            == 403
-        )
-        status, headers, _ = ask(server, "/?token=secret-word")
+        status, headers, _ = ask(server, "/runs/eventful?token=secret-word")
+        assert (status, headers["location"]) == (303, "/runs/eventful")
         cookie = headers["set-cookie"]
-        assert status == 200 and "HttpOnly" in cookie and "SameSite=Strict" in cookie
-        assert ask(server, "/api/runs", Cookie=cookie.split(";")[0])[0] == 200
+        assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+        assert cookie.startswith(f"elastic_page_{server.port}=") and "secret-word" not in cookie
+        known = cookie.split(";")[0]
+        assert ask(server, "/api/runs", Cookie=known)[0] == 200
+        assert ask(server, "/api/runs", Cookie=known, host="evil.example")[0] == 403
         assert server.url.endswith("/?token=secret-word")
 
 

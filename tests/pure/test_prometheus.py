@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic.dashboard import prometheus
 from elastic.dashboard.prometheus import CAUSES, MOST_RUNS, NAMES, OTHER, PHASES, metrics_text
-from elastic.dashboard.run_picture import read_picture
+from elastic.dashboard.run_picture import Readers, RunReader
 from elastic.policy.goodput import BUCKETS
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.metrics import MetricsWriter
@@ -86,7 +86,7 @@ def samples(text: bytes) -> Samples:
 
 
 def told(root: Path, now_s: float = NOW_S) -> Samples:
-    return samples(metrics_text(Filesystem.at(str(root)), now_s))
+    return samples(metrics_text(Readers(Filesystem.at(str(root))), now_s))
 
 
 def of_demo(found: Samples, name: str, **labels: str) -> float:
@@ -313,7 +313,7 @@ def test_each_alert_says_what_to_do() -> None:
 @needs_promtool
 def test_prometheus_accepts_the_text(run: ARun) -> None:
     killed_at_12(run)
-    text = metrics_text(run.fs, NOW_S)
+    text = metrics_text(Readers(run.fs), NOW_S)
     found = subprocess.run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, check=False
     )
@@ -502,6 +502,6 @@ def rule_test(folder: Path, series: dict[str, str], expected: dict[str, Any]) ->
 
 def test_the_picture_is_what_status_tells(run: ARun) -> None:
     killed_at_12(run)
-    picture = read_picture(run.fs, run.run_file, now_s=NOW_S)
+    picture = RunReader(run.fs).picture(run.run_file, now_s=NOW_S)
     assert picture.status == run.status()
     assert len(picture.restarts) == 1

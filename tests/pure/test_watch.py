@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from elastic.dashboard.run_picture import read_picture
+from elastic.dashboard.run_picture import RunReader
 from elastic.dashboard.screen import frame
 from elastic.dashboard.text import plain
 from tests.pure.test_cli import NOW_S, ARun, ask
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Iterator[ARun]:
 
 def shown(run: ARun, width: int = 100, height: int | None = None, note: str = "") -> list[str]:
     """The lines of a frame, on a terminal that shows colours."""
-    picture = read_picture(run.fs, run.run_file, now_s=NOW_S)
+    picture = RunReader(run.fs).picture(run.run_file, now_s=NOW_S)
     console = Console(width=width, height=height, force_terminal=True, color_system=None)
     made = frame(picture, now_s=NOW_S, width=width, height=height, note=note)
     with console.capture() as captured:

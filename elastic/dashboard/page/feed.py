@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from elastic.dashboard.page.evidence import is_contained
-from elastic.dashboard.page.run_document import RunReader
+from elastic.dashboard.page.run_document import RunPage
 from elastic.dashboard.text import finite
 from elastic.storage.filesystem import Filesystem
 
@@ -40,7 +40,7 @@ class Source(Protocol):
 class RunSource:
     """One run."""
 
-    def __init__(self, reader: RunReader) -> None:
+    def __init__(self, reader: RunPage) -> None:
         self._reader = reader
 
     def mark(self) -> object:
@@ -56,7 +56,7 @@ class ListSource:
 
     def __init__(self, root: Filesystem) -> None:
         self._root = root
-        self._readers: dict[str, RunReader] = {}
+        self._readers: dict[str, RunPage] = {}
 
     def mark(self) -> object:
         return [(name, self._size(name)) for name in self._names()]
@@ -73,8 +73,8 @@ class ListSource:
         found = [entry.name for entry in self._root.list() if entry.is_dir]
         return [name for name in found if is_contained(self._root, name)]
 
-    def _reader(self, name: str) -> RunReader:
-        return self._readers.get(name) or RunReader(self._root.sub(name), name)
+    def _reader(self, name: str) -> RunPage:
+        return self._readers.get(name) or RunPage(self._root.sub(name), name)
 
     def _size(self, name: str) -> object:
         try:

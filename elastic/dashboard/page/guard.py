@@ -6,11 +6,13 @@ was asked under counts (DNS rebinding). Any other address needs a token.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
-import ipaddress
 from collections.abc import Collection
 from dataclasses import dataclass
 from urllib.parse import urlsplit
+
+from elastic.policy.addresses import is_number
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 HEADERS = {
@@ -46,38 +48,39 @@ class Guard:
         if not self.is_loopback and not self.token:
             raise ValueError("an address that other machines reach needs a token")
 
+    @property
+    def pass_word(self) -> str:
+        """What a browser keeps once it has shown the token, in whose place it may be given."""
+        return hmac.digest(self.token.encode(), b"elastic page", hashlib.sha256).hex()
+
     def refuse(
         self, *, method: str, host: str, origin: str | None, given: Collection[str]
     ) -> Refusal | None:
-        """None if the request may be answered. `given` are the tokens that came with it."""
+        """None if the request may be answered. `given` are the tokens and pass words that
+        came with it."""
         if not self._is_ours(host):
             return Refusal(status=403, why=f"this page is not served under the name {host!r}")
         if origin is not None and not _is_same(origin, host):
             return Refusal(status=403, why=f"a page of {origin!r} may not ask this one")
-        if self.token and not any(
-            hmac.compare_digest(one.encode("utf-8", "replace"), self.token.encode())
-            for one in given
-        ):
+        if self.token and not any(self._is_known(one) for one in given):
             return Refusal(
                 status=401, why="give the token: ?token=... or Authorization: Bearer ..."
             )
-        if method not in ("GET", "HEAD"):
-            return Refusal(status=405, why="this page only reads: GET and HEAD")
+        if method != "GET":
+            return Refusal(status=405, why="this page only reads: GET")
         return None
+
+    def _is_known(self, given: str) -> bool:
+        told = given.encode("utf-8", "replace")
+        known = (self.token, self.pass_word)
+        return any(hmac.compare_digest(told, one.encode()) for one in known)
 
     def _is_ours(self, host: str) -> bool:
         name = _name(host)
         if name in LOOPBACK_NAMES | {one.lower() for one in self.names}:
             return True
         # Nobody can point another site's name at an address that the browser was given as numbers.
-        return not self.is_loopback and _is_address(name)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches a server that is bound to it."""
-    if address == "localhost":
-        return True
-    return _is_address(address) and ipaddress.ip_address(address).is_loopback
+        return not self.is_loopback and is_number(name)
 
 
 def _name(host: str) -> str:
@@ -93,11 +96,3 @@ def _is_same(origin: str, host: str) -> bool:
     except ValueError:
         return False
     return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

@@ -15,12 +15,12 @@ from typing import Any
 from aiohttp import web
 
 from elastic.dashboard.page import evidence, feed, guard
-from elastic.dashboard.page.run_document import NoRun, RunReader
+from elastic.dashboard.page.run_document import NoRun, RunPage
 from elastic.dashboard.text import to_json
 from elastic.storage.filesystem import Filesystem
 
 STATIC = Path(__file__).resolve().parent.parent / "static"
-COOKIE = "elastic_token"
+COOKIE = "elastic_page"
 MOST_STREAMS = 100
 
 _TYPES = {
@@ -65,7 +65,7 @@ def _guarded(keeper: guard.Guard) -> Any:
             method=request.method,
             host=request.headers.get("Host", ""),
             origin=request.headers.get("Origin"),
-            given=[asked, bearer, request.cookies.get(COOKIE, "")],
+            given=[asked, bearer, request.cookies.get(_cookie(request), "")],
         )
         if refusal is not None:
             return web.Response(status=refusal.status, text=refusal.why + "\n")
@@ -73,11 +73,22 @@ def _guarded(keeper: guard.Guard) -> Any:
             response = await handler(request)
         except NoRun as error:
             return web.Response(status=404, text=f"{error}\n")
-        if keeper.token and asked and not response.prepared:
-            response.set_cookie(COOKIE, asked, httponly=True, samesite="Strict", path="/")
+        if not (keeper.token and asked) or response.prepared:
+            return response
+        if response.content_type == "text/html":
+            # Neither the address bar nor the browser's history keeps the token.
+            response = web.Response(status=303, headers={"Location": request.rel_url.raw_path})
+        response.set_cookie(
+            _cookie(request), keeper.pass_word, httponly=True, samesite="Strict", path="/"
+        )
         return response
 
     return check
+
+
+def _cookie(request: web.Request) -> str:
+    """Browsers send a host's cookies to all of its ports."""
+    return f"{COOKIE}_{request.url.port}"
 
 
 async def _with_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -124,7 +135,7 @@ class _Routes:
 
     async def restart(self, request: web.Request) -> web.StreamResponse:
         name = await self._name(request)
-        reader = RunReader(self._root.sub(name), name)
+        reader = RunPage(self._root.sub(name), name)
         number = int(request.match_info["number"])
         return _found(await asyncio.to_thread(reader.story, number, time.time()))
 
@@ -146,7 +157,7 @@ class _Routes:
     async def _feed(self, request: web.Request) -> feed.Feed:
         name = await self._name(request)
         if name not in self._runs:
-            source = feed.RunSource(RunReader(self._root.sub(name), name))
+            source = feed.RunSource(RunPage(self._root.sub(name), name))
             self._runs[name] = feed.Feed(source, poll_s=self._poll_s)
         return self._runs[name]
 

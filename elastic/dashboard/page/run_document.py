@@ -15,14 +15,12 @@ from elastic.dashboard.explanation import restart_text
 from elastic.dashboard.page import lanes, saves, series
 from elastic.dashboard.restarts import Restart, restarts_of, totals
 from elastic.dashboard.run_list import RunRow, row_of, row_without_run_file
+from elastic.dashboard.run_picture import RunReader
 from elastic.dashboard.status import driver_seen_gone, last_word_s, summarise
 from elastic.dashboard.tries_left import tries_left
-from elastic.policy.goodput import Goodput, goodput
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerEvent
-from elastic.storage.ledger_follower import LedgerFollower
-from elastic.storage.metrics import MetricsFollower
 from elastic.storage.pins import pinned_steps
 from elastic.storage.run_file import RunFile, load_run_file
 
@@ -37,18 +35,17 @@ class NoRun(Exception):
     """There is no run in this directory."""
 
 
-class RunReader:
-    """Reads the run at the root of `fs` on and on. Not for several threads at once."""
+class RunPage:
+    """The page of the run at the root of `fs`. Not for several threads at once."""
 
     def __init__(self, fs: Filesystem, directory: str) -> None:
         self._fs = fs
         self._directory = directory
-        self._ledger = LedgerFollower(fs)
-        self._metrics = MetricsFollower(fs)
+        self._reader = RunReader(fs)
 
     def events(self) -> list[LedgerEvent]:
-        """See `LedgerFollower.read`: the same list while nothing has come."""
-        return self._ledger.read()
+        """See `RunReader.events`."""
+        return self._reader.events()
 
     def row(self, now_s: float) -> RunRow | None:
         """Its row in the list of runs; one that cannot be read says why. None for no run's."""
@@ -58,7 +55,7 @@ class RunReader:
                 return row_without_run_file(self._fs, self._directory)
             gone = driver_seen_gone(self._fs)
             events = self.events()
-            found = self._goodput(events)
+            found = self._reader.goodput(events)
             return row_of(
                 self._fs,
                 self._directory,
@@ -92,7 +89,7 @@ class RunReader:
             now_s=now_s,
             gone=gone,
         )
-        found = self._goodput(events)
+        found = self._reader.goodput(events)
         restarts = restarts_of(events)
         committed = [event for event in events if event.kind == "checkpoint_committed"]
         return {
@@ -110,7 +107,7 @@ class RunReader:
             "totals": asdict(totals(restarts)),
             "tries_left": _tries(events),
             "world_size": series.world_size(events),
-            "steps": series.by_step(self._current()),
+            "steps": series.by_step(self._reader.current_metrics()),
             "marks": series.marks(restarts),
             "lanes": [asdict(lane) for lane in lanes.lanes_of(events)],
             "saves": [
@@ -140,19 +137,6 @@ class RunReader:
         if run_file is None:
             raise NoRun(f"no run in {self._directory}")
         return run_file
-
-    def _goodput(self, events: Sequence[LedgerEvent]) -> Goodput | None:
-        """None where the metrics are damaged, which must not hide all else."""
-        try:
-            return goodput(events, self._metrics.step_times())
-        except goodput_report.DAMAGED_METRICS:
-            return None
-
-    def _current(self) -> dict[int, dict[str, float]]:
-        try:
-            return self._metrics.current_metrics()
-        except goodput_report.DAMAGED_METRICS:
-            return {}
 
 
 def _restart(one: Restart) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from elastic.dashboard.page.guard import Guard, is_loopback
+from elastic.dashboard.page.guard import Guard
 from elastic.dashboard.page.routes import application
+from elastic.policy.addresses import is_any, is_loopback
 from elastic.storage.filesystem import Filesystem
 
 LOOPBACK = "127.0.0.1"
@@ -31,7 +32,8 @@ class PageServer:
 
     `port` 0 takes a free one. Every address but a loopback one needs `token`. `names` are further
     host names under which browsers may ask. `texts` are more pages, each a path and the function
-    that gives its plain text, such as `/metrics`; they are guarded like all else.
+    that gives its plain text, such as `/metrics`; they are guarded like all else. `listening` is
+    a socket that is bound to `host` already.
     """
 
     def __init__(
@@ -43,15 +45,17 @@ class PageServer:
         token: str = "",
         names: frozenset[str] = frozenset(),
         texts: Mapping[str, Callable[[], str]] | None = None,
+        listening: socket.socket | None = None,
     ) -> None:
         """Raises `ValueError` for an address without the token it needs."""
         own = is_loopback(host)
         self._guard = Guard(
-            is_loopback=own, token=token, names=names | ({host} - {"0.0.0.0", "::"})
+            is_loopback=own, token=token, names=names if is_any(host) else names | {host}
         )
         self._root = root
         self._texts = dict(texts or {})
         self._host, self._port, self._token = host, port, token
+        self._listening = listening
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
@@ -73,7 +77,9 @@ class PageServer:
     def start(self) -> Self:
         """Listens once this returns. Raises `OSError` where the address cannot be had."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening = socket.create_server((self._host, self._port), family=family, backlog=64)
+        listening = self._listening or socket.create_server(
+            (self._host, self._port), family=family, backlog=64
+        )
         self._port = int(listening.getsockname()[1])
         self._thread = threading.Thread(
             target=self._serve, args=(listening,), name="elastic-page", daemon=True
