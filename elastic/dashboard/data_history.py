@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from elastic.storage.ledger import LedgerEvent
-from elastic.training.order import Indices, micro_batches, stream_of
+from elastic.training.order import micro_batches, stream_of
 from elastic.training.passes import foretold
 
+Indices = npt.NDArray[np.int64]
 Sample = tuple[int, int]
 """(epoch, index): of a dataset by index, or by count within the pass over a source."""
 
