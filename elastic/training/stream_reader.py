@@ -83,7 +83,7 @@ class StreamReader(Reader):
     def __getitems__(self, span: Span) -> Any:  # type: ignore[override]
         try:
             with own_random_streams(), _alone():
-                if not self._is_open or self._position > span.start:
+                if not self._is_open:
                     self._go_to_begin()
                 self._drop(span.start)
                 batch = self._collate([self._next() for _ in range(span.start, span.stop)])
