@@ -13,12 +13,13 @@ from elastic import versions
 from elastic.importing import collector_paused
 
 if TYPE_CHECKING:
-    from elastic.cluster.driver import TrainingFailed
     from elastic.cluster.elastic_config import ElasticConfig
     from elastic.cluster.trainer import ElasticTrainer
+    from elastic.cluster.training_failed import TrainingFailed
     from elastic.policy.hangs import HangLimits
     from elastic.training.loggers.logger import Logger
     from elastic.training.loggers.tensorboard import TensorBoardLogger
+    from elastic.training.meta_device import materialize
     from elastic.training.run import Run
     from elastic.training.torchrun import run_standalone
 
@@ -32,6 +33,7 @@ __all__ = [
     "TensorBoardLogger",
     "TrainingFailed",
     "__version__",
+    "materialize",
     "run_standalone",
 ]
 
@@ -42,7 +44,8 @@ _HOMES = {
     "Logger": "elastic.training.loggers.logger",
     "Run": "elastic.training.run",
     "TensorBoardLogger": "elastic.training.loggers.tensorboard",
-    "TrainingFailed": "elastic.cluster.driver",
+    "TrainingFailed": "elastic.cluster.training_failed",
+    "materialize": "elastic.training.meta_device",
     "run_standalone": "elastic.training.torchrun",
 }
 

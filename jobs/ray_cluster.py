@@ -20,7 +20,8 @@ def connect(num_workers: int) -> None:
         dashboard_host="127.0.0.1",
         log_to_driver=False,
     )
-    print(f"started a local Ray, dashboard at http://{ray._private.worker.get_dashboard_url()}")
+    url = ray._private.worker.get_dashboard_url()
+    print(f"started a local Ray; Ray's own dashboard is at http://{url}")
 
 
 def has_gpus() -> bool:

@@ -84,5 +84,6 @@ def report(found: dict[str, Any], path: str | None, url: str) -> None:
     print(f"world size {sizes}; restarts {found['restarts']}; lost steps {found['lost_steps']}")
     print(f"checkpoints, metrics and ledger in {url}")
     print(f"look at it with: elastic status {url}")
+    print(f"or in a browser: elastic dashboard --storage {url.rpartition('/')[0]}")
     if path:
         Path(path).write_text(json.dumps(found, indent=1) + "\n")

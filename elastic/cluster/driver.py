@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ray.train import TrainingFailedError
-
 from elastic.cluster.claimed_run import ClaimedRun
 from elastic.cluster.commits import Commits, words_of
 from elastic.cluster.drains import Drains
@@ -30,6 +28,8 @@ from elastic.cluster.ray_internals import Controller, GroupMember
 from elastic.cluster.recovery import Recovery
 from elastic.cluster.rounds import Rounds
 from elastic.cluster.standstill import Standstill
+from elastic.cluster.training_failed import TrainingFailed
+from elastic.policy.budgets import ENDS
 from elastic.policy.events import (
     Command,
     Committed,
@@ -66,10 +66,6 @@ _CLOSED_S = 5.0
 _LATE_S = 0.3
 _SHORT = (Phase.WAITING, Phase.HOLDING)
 _WATCHED = (Phase.RUNNING, Phase.GATHERING, Phase.LEAVING)
-
-
-class TrainingFailed(TrainingFailedError):
-    """The run is over and has failed; the message leads with the first cause and its rank."""
 
 
 class Driver:
@@ -295,6 +291,8 @@ class Driver:
         self._spawn(self._group.order(generation, orders))
 
     def _record(self, record: Record) -> None:
+        if record.kind in ENDS:
+            self._record_progress()  # the loss of the last step, too
         if record.kind == "stall_passed":
             self._recovery.not_suspected()
         if record.kind == "failure_decided":
@@ -333,8 +331,8 @@ class Driver:
         return (wants or bool(now.draining)) and not self._lookout.is_looking
 
     def _record_progress(self) -> None:
-        now = self._situation
-        data = {**self._words.latest, "state": str(now.phase)}
+        now, latest = self._situation, self._words.latest
+        data = {**latest, "state": str(now.phase)}
         self._record(Record(kind="progress", generation=now.generation, step=now.step, data=data))
 
     # --- performing ------------------------------------------------------------------------------

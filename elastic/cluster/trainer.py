@@ -25,13 +25,13 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from elastic import versions
 from elastic.cluster import checks, own_page, worker
 from elastic.cluster.backend import ElasticTorchConfig
-from elastic.cluster.driver import TrainingFailed
 from elastic.cluster.driver_actor import DriverActor
 from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.elastic_config import ElasticConfig
 from elastic.cluster.notices.sources import checked
 from elastic.cluster.ray_internals import launch
 from elastic.cluster.succession import Succession
+from elastic.cluster.training_failed import TrainingFailed
 from elastic.policy.saves import SaveInterval
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import IdentityMismatch, RunSpec

@@ -23,7 +23,7 @@ from elastic.dashboard.restarts import (
     words,
 )
 from elastic.dashboard.text import age, plain, table
-from elastic.dashboard.tries_left import TriesLeft
+from elastic.dashboard.tries_left import TriesLeft, left_text
 from elastic.policy.budgets import ADVICE
 from elastic.storage.ledger import LedgerEvent
 from elastic.storage.rank_logs import LOGS
@@ -325,7 +325,7 @@ def _tries(tries: Sequence[TriesLeft] | None) -> list[str]:
     rows = [
         [
             one.budget,
-            "no limit" if one.left is None else f"{one.left} of {one.granted} left",
+            f"{left_text(one)} left" if one.granted else left_text(one),
             f"{one.used} used, {one.comes_back}",
         ]
         for one in tries

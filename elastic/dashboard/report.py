@@ -9,7 +9,7 @@ from itertools import chain
 from elastic.dashboard.goodput import share_text
 from elastic.dashboard.kept_out import kept_out_text
 from elastic.dashboard.last_lines import LastLines, last_lines_told, quoted
-from elastic.dashboard.status import RunStatus
+from elastic.dashboard.status import TERMINAL, RunStatus
 from elastic.dashboard.text import age, plain, size, table
 from elastic.storage.checkpoints import Checkpoint
 from elastic.storage.ledger import LedgerEvent
@@ -41,8 +41,8 @@ def status_facts(status: RunStatus) -> dict[str, str]:
         "restarts": _restarts(status),
         "goodput": share_text(status.goodput),
         "storage": status.storage,
-        "page": UNSAID if status.page_url is None else f"{status.page_url} on {status.page_host}",
-        "dashboard": status.dashboard_url or UNSAID,
+        "page": _page(status),
+        "Ray": status.dashboard_url or UNSAID,
         "last word": f"{age(status.last_word_age_s)} ago",
     }
 
@@ -95,9 +95,17 @@ def _state(status: RunStatus) -> str:
     return status.state + phase + (f": {status.reason}" if status.reason else "")
 
 
+def _page(status: RunStatus) -> str:
+    if status.page_url is not None:
+        return f"{status.page_url} on {status.page_host}"
+    return f"elastic dashboard --storage {status.storage.rpartition('/')[0]}"
+
+
 def _workers(status: RunStatus) -> str:
     if status.world_size is None or status.generation is None:
         return UNSAID
+    if status.state in TERMINAL:  # their pids are other processes' by now
+        return f"{status.world_size} at the end (generation {status.generation})"
     pids = [str(rank["pid"]) for rank in status.ranks if "pid" in rank]
     shown = " ".join(pids[:MOST_PIDS]) + (" ..." if len(pids) > MOST_PIDS else "")
     return f"{status.world_size} (generation {status.generation}" + (

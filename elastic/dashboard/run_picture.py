@@ -54,6 +54,8 @@ class RunPicture:
     tries: list[TriesLeft] | None
     """None where the rules of the run are not recorded."""
     saves: Saves
+    complete: frozenset[int]
+    """The steps of the complete checkpoints that are there."""
     events: list[LedgerEvent]
     """In ledger order."""
 
@@ -112,7 +114,8 @@ class RunReader:
         `goodput` is what was found a moment ago, for who looks often: it takes all metrics to find
         it. Raises `UnsupportedFormat`.
         """
-        highest = Catalog(self.fs, run_file.run_id).highest()
+        whole = [one for one in Catalog(self.fs, run_file.run_id).list() if one.complete]
+        highest = whole[-1] if whole else None
         gone = driver_seen_gone(self.fs)
         events = self.events()
         url = self.fs.url
@@ -123,6 +126,7 @@ class RunReader:
             restarts=restarts_of(events),
             tries=tries_left(events),
             saves=saves_of(events),
+            complete=frozenset(one.step for one in whole),
             events=events,
         )
 

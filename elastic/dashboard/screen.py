@@ -18,7 +18,7 @@ from elastic.dashboard.report import UNSAID, status_facts
 from elastic.dashboard.restarts import number, words
 from elastic.dashboard.run_picture import RunPicture
 from elastic.dashboard.text import age, plain, size
-from elastic.dashboard.tries_left import TriesLeft
+from elastic.dashboard.tries_left import TriesLeft, left_text
 from elastic.storage.ledger import LedgerEvent
 
 _COLOURS = {
@@ -106,7 +106,7 @@ def tries_text(tries: Sequence[TriesLeft] | None) -> str:
     """On one line: of each budget how many failures are left of how many."""
     if tries is None:
         return UNSAID
-    limited = [f"{one.budget} {one.left} of {one.granted}" for one in tries if one.left is not None]
+    limited = [f"{one.budget} {left_text(one)}" for one in tries if one.left is not None]
     return ", ".join(limited) or "no limit"
 
 
@@ -132,12 +132,15 @@ def _ranks(picture: RunPicture) -> Rows:
 def _saves(picture: RunPicture, now_s: float) -> Rows:
     """The newest first, failed and bad ones too."""
     told = [event for event in reversed(picture.events) if event.kind in _SAVED]
-    return ("STEP", "AGO", "SIZE", "TOOK", "STALL", "WHAT"), [_save(one, now_s) for one in told]
+    rows = [_save(one, now_s, is_there=one.step in picture.complete) for one in told]
+    return ("STEP", "AGO", "SIZE", "TOOK", "STALL", "WHAT"), rows
 
 
-def _save(event: LedgerEvent, now_s: float) -> list[str]:
+def _save(event: LedgerEvent, now_s: float, *, is_there: bool) -> list[str]:
     num_bytes = event.data.get("bytes")
     what = _SAVED[event.kind]
+    if event.kind == "checkpoint_committed" and not is_there:
+        what = "removed"
     return [
         str(event.step),
         age(max(0.0, now_s - event.time_s)),

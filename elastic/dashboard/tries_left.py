@@ -40,6 +40,13 @@ def tries_left(events: Sequence[LedgerEvent]) -> list[TriesLeft] | None:
     return [*_each(rules, used.in_total, in_a_row), *_the_same(used, in_a_row)]
 
 
+def left_text(one: TriesLeft) -> str:
+    """How many of how many; a budget that never granted any is not used up."""
+    if one.left is None:
+        return "no limit"
+    return f"{one.left} of {one.granted}" if one.granted else "none granted"
+
+
 def _newest_submission(events: Sequence[LedgerEvent]) -> Sequence[LedgerEvent]:
     recent = budgets.since_last_end(events)
     if len(recent) == len(events) or any(event.kind == "run_started" for event in recent):

@@ -25,7 +25,7 @@ MOST_IN_A_ROW = {Cause.HOST_MEMORY: 2, Cause.CUDA_MEMORY: 2}
 
 MOST_BACKOFF_S = 60.0
 
-_ENDS = ("run_finished", "run_failed", "run_stopped")
+ENDS = ("run_finished", "run_failed", "run_stopped")
 _COUNTED = ("failure_decided", "start_failed")
 
 # Outages end by themselves, and say the same words each time.
@@ -201,7 +201,7 @@ def since_last_end(events: Sequence[Event]) -> Sequence[Event]:
     Whoever submits it again after that begins with full budgets. A driver that is gone without a
     word ends nothing: who takes the run up after it goes on counting.
     """
-    ends = [place for place, event in enumerate(events) if event.kind in _ENDS]
+    ends = [place for place, event in enumerate(events) if event.kind in ENDS]
     return events[ends[-1] + 1 :] if ends else events
 
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from elastic.importing import collector_paused
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.format import check_format
 from elastic.storage.redaction import redacted, redacted_text
@@ -226,7 +227,11 @@ def _events_in(life: int, batches: Sequence[pa.RecordBatch]) -> list[LedgerEvent
     if not sound:
         return []
     columns = pa.Table.from_batches(sound).select(_SCHEMA.names).combine_chunks().to_pydict()
-    events = []
+    with collector_paused():  # it would walk through all of them again and again, and they stay
+        return list(_rows_of(life, columns))
+
+
+def _rows_of(life: int, columns: Mapping[str, list[Any]]) -> Iterator[LedgerEvent]:
     for row in zip(*columns.values(), strict=True):
         seq, time_s, kind, generation, step, world_rank, reason, text = row
         try:
@@ -234,7 +239,7 @@ def _events_in(life: int, batches: Sequence[pa.RecordBatch]) -> list[LedgerEvent
         except (ValueError, TypeError, RecursionError):
             continue
         if None not in row and math.isfinite(time_s):
-            event = LedgerEvent(
+            yield LedgerEvent(
                 life=life,
                 seq=seq,
                 time_s=time_s,
@@ -245,8 +250,6 @@ def _events_in(life: int, batches: Sequence[pa.RecordBatch]) -> list[LedgerEvent
                 reason=reason,
                 data=data,
             )
-            events.append(event)
-    return events
 
 
 def _batches(path: str, data: pa.BufferReader) -> Iterator[pa.RecordBatch]:

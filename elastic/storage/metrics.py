@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from elastic.storage.filesystem import Filesystem
@@ -101,6 +100,8 @@ def read_metrics(fs: Filesystem) -> pa.Table:
     Ordered by generation, then as logged. Raises `UnsupportedFormat`.
     """
     table = _read_rows(fs)
+    import pyarrow.compute as pc  # not at the top: `elastic status` would wait for it
+
     return table.filter(pc.not_equal(table["name"], _START))
 
 
@@ -215,16 +216,12 @@ def _read_rows(fs: Filesystem, known: dict[str, pa.Table] | None = None) -> pa.T
         matched = _SEGMENT.fullmatch(entry.name)
         if matched and not entry.is_dir:
             found.append(([int(number or 0) for number in matched.groups()], entry.name))
-    with ThreadPoolExecutor(_NUM_PARALLEL_READS) as pool:
-        names = [name for _, name in sorted(found)]
-        fresh = [name for name in names if name not in known]
-        known.update(
-            zip(
-                fresh,
-                pool.map(lambda name: _read_segment(fs, f"{_DIR}/{name}"), fresh),
-                strict=True,
-            )
-        )
+    names = [name for _, name in sorted(found)]
+    fresh = [name for name in names if name not in known]
+    # Threads pay where a file is waited for; on a local disk they stand in each other's way.
+    with ThreadPoolExecutor(1 if fs.is_local else _NUM_PARALLEL_READS) as pool:
+        read = pool.map(lambda name: _read_segment(fs, f"{_DIR}/{name}"), fresh)
+        known.update(zip(fresh, read, strict=True))
     tables = [known[name] for name in names]
     return pa.concat_tables(tables) if tables else _SCHEMA.empty_table()
 

@@ -96,7 +96,7 @@ def _add_optimizers(
     content: Content, tracked: Mapping[str, Any], tensors: Mapping[str, Stored]
 ) -> None:
     for name, part in tracked.items():
-        if isinstance(part, dict) and part.keys() == _OPTIMIZER:
+        if isinstance(part, dict) and part.keys() >= _OPTIMIZER:
             prefix = f"{name}."
             own = {
                 whole.removeprefix(prefix): stored
@@ -114,7 +114,9 @@ def _optimizer_state_dict(part: Mapping[str, Any], own: Mapping[str, Stored]) ->
     names = [name for group in part["groups"] for name in group["parameters"]]
     numbers = {name: number for number, name in enumerate(names)}
     state: dict[Any, Any] = {
-        numbers[name]: _joined(saved, own) for name, saved in part["state"].items()
+        numbers[name]: _joined(saved, own)
+        for name, saved in part["state"].items()
+        if name in numbers  # or it is in no group, and state_dict has no number for it either
     }
     state |= {key: _joined(saved, own) for key, saved in part["shared"].items()}
     groups = [
@@ -125,7 +127,8 @@ def _optimizer_state_dict(part: Mapping[str, Any], own: Mapping[str, Stored]) ->
         }
         for group in part["groups"]
     ]
-    return {"state": state, "param_groups": groups}
+    of_its_own = _joined(part["own"], own) if "own" in part else {}
+    return {"state": state, "param_groups": groups, **of_its_own}
 
 
 def _as(stored: Stored, dtype: torch.dtype | None) -> Stored:

@@ -1,12 +1,12 @@
-"""Layout: how a tensor of optimizer state lies over the ranks, told by its parameter's own layout.
+"""Layout: how a tensor lies over the ranks, told by the layout of the parameter it belongs to.
 
-Saved beside the state, so that a fresh optimizer on any mesh gets tensors that its next step can
-use. Must not import ray.
+Saved beside optimizer state and averages, so that fresh ones on any mesh get tensors that their
+next step can use. Must not import ray.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from elastic.storage.manifest import TensorInfo
 from elastic.training.part import torch_dtype
 
-__all__ = ["layout_of", "make_like"]
+__all__ = ["Named", "Templates", "layout_of", "make_like"]
 
 Layout = dict[str, Any]
+Named = tuple[list[str], torch.Tensor]
 
 
 def layout_of(parameter: torch.Tensor, value: torch.Tensor, name: str) -> Layout:
@@ -63,6 +64,50 @@ def make_like(
         )
     device = torch.device("cpu") if on_host and not shape else parameter.device
     return torch.zeros(shape, dtype=dtype, device=device)
+
+
+class Templates:
+    """Parameters by name, as which other tensors may lie."""
+
+    def __init__(self, parameters: Sequence[Named]) -> None:
+        self.by_name = {name: p for names, p in parameters for name in names}
+        self._by_layout = {_layout_key(p): names[0] for names, p in reversed(parameters)}
+
+    def like(self, value: torch.Tensor, path: Sequence[Any]) -> str | None:
+        """The name of the parameter as which `value` lies, as an average does; None without any.
+
+        It is the one whose name ends the path, else one with the shape, mesh and placements of a
+        sharded `value`. Raises `ValueError` for a copy of this rank's shard.
+        """
+        words = ".".join(map(str, path)).split(".")
+        names = (".".join(words[start:]) for start in range(len(words)))
+        name = next((name for name in names if name in self.by_name), None)
+        if name is not None:
+            parameter = self.by_name[name]
+            if parameter.shape == value.shape:
+                return name
+            # A vector may have as many elements by chance; who averages shards has matrices too.
+            if value.ndim > 1 and _is_own_shard(parameter, value):
+                raise ValueError(
+                    f"the tensor at {'.'.join(words)!r} has the shape of this rank's shard of "
+                    f"{name!r}, {tuple(value.shape)} of {tuple(parameter.shape)}: expected a "
+                    "DTensor, as parameter.detach().clone() makes one, since no other number of "
+                    "ranks could take it over"
+                )
+        return self._by_layout.get(_layout_key(value)) if isinstance(value, DTensor) else None
+
+
+def _is_own_shard(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return False
+    return value.shape == parameter.to_local().shape != parameter.shape
+
+
+def _layout_key(tensor: torch.Tensor) -> Any:
+    if not isinstance(tensor, DTensor):
+        return None
+    # The id stands for the mesh, whose own equality takes no account of this process's place in it.
+    return id(tensor.device_mesh), tensor.placements, tensor.shape
 
 
 def _shard_dims(parameter: DTensor, value: DTensor, name: str) -> list[list[int]]:

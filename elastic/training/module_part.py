@@ -15,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic.storage.manifest import TensorInfo
 from elastic.training import tree
+from elastic.training.layout import Named
+from elastic.training.meta_device import names_without_memory
 from elastic.training.part import NOTHING, Captured, Restoration, shape_and_dtype
 
-__all__ = ["ModulePart", "parameter_names", "reshard", "unwrap"]
+__all__ = ["ModulePart", "named_parameters", "reshard", "unwrap"]
 
 _EXTRA = "_extra_state"
 # Whether a module is compiled or recomputed is how it runs, not what it is: another resume may
@@ -41,23 +43,36 @@ def reshard(modules: Iterable[nn.Module]) -> None:
                 module.reshard()
 
 
-def parameter_names(module: nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter, by its id, in the order of the module. Reshard first."""
-    names: dict[int, list[str]] = {}
+def named_parameters(module: nn.Module) -> list[Named]:
+    """Each parameter once with all its names, in the order of the module. Reshard first."""
+    found: dict[int, Named] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(_canonical(name))
-    return names
+        found.setdefault(id(parameter), ([], parameter))[0].append(_canonical(name))
+    return list(found.values())
 
 
 class ModulePart:
-    """Tensors by their fully qualified names; one that has several names is saved once."""
+    """Tensors by their fully qualified names; one that has several names is saved once.
+
+    Which parameters are frozen is kept as well, and restored, unless the module was built with
+    others frozen than it was when it was saved: then the code has changed, and it counts. Raises
+    `ValueError` for a module with tensors on the meta device.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        if names := names_without_memory(module):
+            raise ValueError(
+                f"{', '.join(names)} of {type(module).__name__} are on the meta device and have no "
+                "memory to restore into: call elastic.materialize(model, device, seed=...) before "
+                "it is tracked"
+            )
+        self._built_frozen = self._frozen()
 
     def capture(self) -> Captured:
         live, extra = self._live()
         captured = Captured(plain={"aliases": {}, "extra": {}})
+        captured.plain["frozen"] = {"built": list(self._built_frozen), "now": self._frozen()}
         for names, tensor in live:
             captured.add(names[0], tensor)
             captured.plain["aliases"].update(dict.fromkeys(names[1:], names[0]))
@@ -81,7 +96,7 @@ class ModulePart:
         for name in saved.keys() - restoration.targets.keys():
             found = f"{saved[name].dtype} of shape {tuple(saved[name].shape)}"
             restoration.refuse(name, self._why_absent(name, live), found)
-        restoration.finish = lambda: self._set_extra(plain["extra"], restoration.targets)
+        restoration.finish = lambda: self._finish(plain, restoration.targets)
         return restoration
 
     def _aim(
@@ -100,17 +115,17 @@ class ModulePart:
         found = f"it tied to {tied!r}" if tied else NOTHING
         restoration.refuse(names[0], shape_and_dtype(tensor), found)
 
-    def _why_absent(self, name: str, live: list[tuple[list[str], torch.Tensor]]) -> str:
+    def _why_absent(self, name: str, live: list[Named]) -> str:
         for names, _ in live:
             if name in names:
                 others = [other for other in names if other != name]
                 return f"it tied to {others[0]!r}, one tensor under both names"
         return NOTHING
 
-    def _live(self) -> tuple[list[tuple[list[str], torch.Tensor]], dict[str, Any]]:
+    def _live(self) -> tuple[list[Named], dict[str, Any]]:
         """Each tensor once with all its names, and the extra state of submodules by name."""
         own = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
-        by_id: dict[int, tuple[list[str], torch.Tensor]] = {}
+        by_id: dict[int, Named] = {}
         extra = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
             name = _canonical(name)
@@ -125,6 +140,22 @@ class ModulePart:
             else:
                 by_id.setdefault(id(value), ([], value))[0].append(name)
         return list(by_id.values()), extra
+
+    def _finish(self, plain: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._set_extra(plain["extra"], tensors)
+        # A checkpoint of an earlier release does not tell.
+        frozen = plain.get("frozen")
+        if frozen is not None and frozen["built"] == self._built_frozen:
+            now = set(frozen["now"])
+            for name, parameter in self._module.named_parameters():
+                parameter.requires_grad_(_canonical(name) not in now)
+
+    def _frozen(self) -> list[str]:
+        return sorted(
+            _canonical(name)
+            for name, parameter in self._module.named_parameters()
+            if not parameter.requires_grad
+        )
 
     def _set_extra(self, extra: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         modules = {_canonical(name): module for name, module in self._module.named_modules()}

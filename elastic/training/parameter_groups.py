@@ -1,31 +1,66 @@
 """Parameter groups: which saved group of an optimizer is which live one, told by their parameters.
 
-Position tells nothing: a group may have moved, and its list may be in another order. Must not
+Position tells nothing: a group may have moved, and its list may be in another order. Who is in
+which group is state too, since parameters are unfrozen and frozen while a run trains. Must not
 import ray.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from elastic.training.part import NOTHING, Mismatch
 
-__all__ = ["Match", "match_groups"]
+__all__ = ["Match", "match_groups", "match_saved"]
+
+Names = Sequence[Sequence[Sequence[str]]]
 
 
 @dataclass(kw_only=True)
 class Match:
-    """Pairs (index of the live group, index of the saved group), and what fits nowhere."""
+    """Pairs (index of the live group, index of the saved group), and what fits nowhere.
 
-    pairs: list[tuple[int, int]] = field(default_factory=list)
+    With `is_regrouped` the live groups are to become the saved ones, in their order; a group that
+    was added in training has no live one, and its pair begins with None.
+    """
+
+    pairs: list[tuple[int | None, int]] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)
+    is_regrouped: bool = False
 
     def refuse(self, name: str, expected: str, found: str) -> None:
         self.mismatches.append(Mismatch(name=name, expected=expected, found=found))
 
 
-def match_groups(saved: Sequence[Sequence[str]], live: Sequence[Sequence[Sequence[str]]]) -> Match:
+def match_saved(
+    plain: Mapping[str, Any], live: Names, built: Names, known: Container[str]
+) -> Match:
+    """Which saved groups the live ones are, or are to become.
+
+    They are to become the saved ones where they were built as those were, and training has changed
+    either since; the indices are then those of the groups as built. `known` are the names of all
+    parameters that could be in a group.
+    """
+    match = match_groups([group["parameters"] for group in plain["groups"]], live)
+    # A checkpoint of an earlier release does not tell how they were built.
+    if not match.mismatches or "built" not in plain:
+        return match
+    as_built = match_groups(plain["built"], built)
+    if as_built.mismatches:
+        return match
+    here = {there: index for index, there in as_built.pairs}
+    match = Match(is_regrouped=True)
+    for there, group in enumerate(plain["groups"]):
+        match.pairs.append((here.get(group["built"]), there))
+        for name in group["parameters"]:
+            if name not in known:
+                match.refuse(name, NOTHING, f"a parameter of group {there}")
+    return match
+
+
+def match_groups(saved: Sequence[Sequence[str]], live: Names) -> Match:
     """Pairs of groups with the same parameters; empty ones pair up in their order.
 
     `saved` has one name per parameter, `live` all names that each parameter goes by.
@@ -40,7 +75,8 @@ def match_groups(saved: Sequence[Sequence[str]], live: Sequence[Sequence[Sequenc
             if known.isdisjoint(names):
                 match.refuse(names[0], f"a parameter of group {index}", NOTHING)
     _pair_empty(match, saved, live)
-    if not match.mismatches and len({here for here, _ in match.pairs}) != len(live):
+    # Two saved groups in one live one would leave it the settings of either.
+    if not match.mismatches and not len(saved) == len(live) == len(dict(match.pairs)):
         match.refuse("param_groups", _sizes(live), _sizes(saved))
     return match
 
@@ -57,9 +93,7 @@ def _pair(match: Match, there: int, group: Sequence[str], home: dict[str, int]) 
         match.pairs.append((homes[0], there))
 
 
-def _pair_empty(
-    match: Match, saved: Sequence[Sequence[str]], live: Sequence[Sequence[Sequence[str]]]
-) -> None:
+def _pair_empty(match: Match, saved: Sequence[Sequence[str]], live: Names) -> None:
     here = [index for index, group in enumerate(live) if not group]
     there = [index for index, group in enumerate(saved) if not group]
     match.pairs += zip(here, there, strict=False)

@@ -1,25 +1,45 @@
 """Random streams of one rank: python, numpy, torch on CPU and on this rank's CUDA device.
 
-A rank either continues the streams that were saved for it, or, when the group grew past what was
-saved, begins fresh ones that nobody else has and that a second resume begins again. Must not
-import ray.
+Generators that a training function makes for itself and tracks are streams too. A rank either
+continues the streams that were saved for it, or, when the group grew past what was saved, begins
+fresh ones that nobody else has and that a second resume begins again. Must not import ray.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["InvalidStreams", "capture", "derive", "restore", "restore_or_derive"]
+__all__ = [
+    "Generator",
+    "InvalidStreams",
+    "capture",
+    "derive",
+    "follow",
+    "restore",
+    "restore_or_derive",
+]
+
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+_GENERATORS = "generators"
+# As the global streams are, of the process: what is tracked now.
+_followed: dict[str, Generator] = {}
 
 
 class InvalidStreams(ValueError):
     """Saved streams that cannot be continued; nothing was changed."""
+
+
+def follow(generators: Mapping[str, Generator]) -> None:
+    """From now on these are streams of this rank as well, by name, and those before are not."""
+    _followed.clear()
+    _followed.update(generators)
 
 
 def capture() -> dict[str, Any]:
@@ -31,6 +51,8 @@ def capture() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         streams["torch_cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    if _followed:
+        streams[_GENERATORS] = {name: _state(one) for name, one in _followed.items()}
     return streams
 
 
@@ -56,7 +78,8 @@ def restore(streams: dict[str, Any]) -> list[str]:
 def derive(seed: int, step: int, world_rank: int) -> None:
     """Begins fresh streams, a function of the arguments alone and different for any other ones.
 
-    With `step` 0 they are the streams of the start of a run.
+    With `step` 0 they are the streams of the start of a run, to which a generator that is followed
+    comes as whoever made it has seeded it.
     """
     random.seed(_number(seed, step, world_rank, "python"))
     np.random.seed([_number(seed, step, world_rank, f"numpy {i}") % 2**32 for i in range(4)])
@@ -64,6 +87,9 @@ def derive(seed: int, step: int, world_rank: int) -> None:
     torch.manual_seed(_number(seed, step, world_rank, "torch_cpu"))
     if torch.cuda.is_available():
         torch.cuda.manual_seed(_number(seed, step, world_rank, "torch_cuda"))
+    if step:
+        for name, generator in _followed.items():
+            _seed(generator, _number(seed, step, world_rank, f"generator {name}"))
 
 
 def restore_or_derive(
@@ -75,11 +101,12 @@ def restore_or_derive(
 ) -> None:
     """Continues the saved streams, and tells those that could not be; fresh ones without any.
 
-    The group may be larger than the one that saved: each time the same streams begin.
+    The group may be larger than the one that saved: each time the same streams begin. A stream
+    that was not saved, as of a CUDA device that was not there, begins fresh as well: what a
+    process starts with is the same on all ranks.
     """
-    if streams is None:
-        derive(seed, step, world_rank)
-    elif left_out := restore(streams):
+    derive(seed, step, world_rank)
+    if streams is not None and (left_out := restore(streams)):
         on_left_out(left_out)
 
 
@@ -89,6 +116,40 @@ def _set(streams: dict[str, Any]) -> None:
     torch.set_rng_state(_byte_tensor(streams["torch_cpu"]))
     if torch.cuda.is_available() and "torch_cuda" in streams:
         torch.cuda.set_rng_state(_byte_tensor(streams["torch_cuda"]))
+    saved = streams.get(_GENERATORS, {})
+    for name in _followed.keys() & saved.keys():
+        _set_state(_followed[name], saved[name])
+
+
+def _state(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(_byte_tensor(state))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def _seed(generator: Generator, number: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(number)
+    elif isinstance(generator, np.random.Generator):
+        # It has no way to be seeded again; another of its kind has.
+        generator.bit_generator.state = type(generator.bit_generator)(number).state
+    elif isinstance(generator, random.Random):
+        generator.seed(number)
+    else:
+        generator.seed([number >> 32, number & 0xFFFFFFFF])
 
 
 def _byte_tensor(data: bytes) -> torch.Tensor:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from elastic.storage.manifest import TensorInfo
-from elastic.training.module_part import ModulePart, parameter_names, reshard, unwrap
+from elastic.training import rng
+from elastic.training.layout import Named
+from elastic.training.module_part import ModulePart, named_parameters, reshard, unwrap
 from elastic.training.optimizer_part import OptimizerPart
 from elastic.training.part import (
     NOTHING,
@@ -23,7 +25,13 @@ from elastic.training.part import (
     StateMismatch,
     describe,
 )
-from elastic.training.value_part import ContainerPart, HasStateDict, StateDictPart, TensorPart
+from elastic.training.value_part import (
+    ContainerPart,
+    GeneratorPart,
+    HasStateDict,
+    StateDictPart,
+    TensorPart,
+)
 
 __all__ = ["Captured", "Mismatch", "StateMismatch", "TrackedState", "describe"]
 
@@ -31,7 +39,8 @@ Read = Callable[[dict[str, torch.Tensor]], None]
 
 
 class TrackedState:
-    """Objects by name: modules, optimizers, dicts, lists, tensors, anything with a state_dict.
+    """Objects by name: modules, optimizers, dicts, lists, tensors, anything with a state_dict, and
+    generators, which become random streams of this rank.
 
     Tensors go by `<name>.<fqn>` for a module, `<name>.<parameter>.<key>` for an optimizer,
     `<name>.<path>` otherwise. The parameters of the module tracked as `model` go by their own
@@ -46,8 +55,14 @@ class TrackedState:
         self._loose = {
             name: value for name, value in objects.items() if isinstance(value, torch.Tensor)
         }
+        rng.follow({n: v for n, v in objects.items() if isinstance(v, rng.Generator)})
         reshard(self._modules.values())
-        self._parts = {name: self._part(name, value) for name, value in objects.items()}
+        # A scheduler has one value for each group of its optimizer, in a list.
+        scheduled = [id(getattr(value, "optimizer", None)) for value in objects.values()]
+        self._parts = {
+            name: self._part(name, value, is_scheduled=id(value) in scheduled)
+            for name, value in objects.items()
+        }
 
     def capture(self) -> Captured:
         """What a checkpoint of this moment holds. The tensors are the live ones: copy them before
@@ -119,30 +134,34 @@ class TrackedState:
             if name in plain
         }
 
-    def _part(self, name: str, value: Any) -> Part:
+    def _part(self, name: str, value: Any, *, is_scheduled: bool) -> Part:
         if name in self._modules:
             return ModulePart(self._modules[name])
         if isinstance(value, torch.optim.Optimizer):
-            return OptimizerPart(value, self._parameter_names)
+            return OptimizerPart(value, self._parameters, is_scheduled=is_scheduled)
         if isinstance(value, torch.Tensor):
             return TensorPart(value)
+        if isinstance(value, rng.Generator):
+            return GeneratorPart(value)
         if isinstance(value, dict | list):
-            return ContainerPart(value)
+            return ContainerPart(value, self._parameters)
         if isinstance(value, HasStateDict):
-            return StateDictPart(value)
+            return StateDictPart(value, self._parameters)
         raise ValueError(
             f"{name!r} is a {type(value).__name__}, which cannot be restored in place: expected a "
-            "module, an optimizer, a dict, a list, a tensor, or an object with state_dict and "
-            "load_state_dict. Put a number or a text into a dict"
+            "module, an optimizer, a dict, a list, a tensor, a random generator, or an object with "
+            "state_dict and load_state_dict. Put a number or a text into a dict"
         )
 
-    def _parameter_names(self) -> dict[int, list[str]]:
-        names = {id(tensor): [name] for name, tensor in self._loose.items()}
+    def _parameters(self) -> list[Named]:
+        """All that an optimizer may hold, each once with all its names."""
+        found: dict[int, Named] = {id(t): ([name], t) for name, t in self._loose.items()}
         for key, module in self._modules.items():
             prefix = "" if key == "model" else f"{key}."
-            for identity, own in parameter_names(module).items():
-                names.setdefault(identity, []).extend(prefix + name for name in own)
-        return names
+            for names, parameter in named_parameters(module):
+                own = found.setdefault(id(parameter), ([], parameter))[0]
+                own.extend(prefix + name for name in names)
+        return list(found.values())
 
 
 def _whole(name: str, rest: str) -> str:

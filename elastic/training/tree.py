@@ -6,7 +6,7 @@ under which name. Must not import ray.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from elastic.storage.manifest import TensorInfo
 from elastic.training.part import Restoration, torch_dtype
 
 __all__ = ["Split", "at_path", "join", "merge", "split"]
+
+Make = Callable[[Mapping[str, Any], TensorInfo], torch.Tensor | None]
 
 _ABSENT = object()
 
@@ -100,18 +102,28 @@ def at_path(tree: Any, path: list[Any]) -> Any:
 
 
 def aim(
-    restoration: Restoration, live: Any, saved: Mapping[str, Any], infos: Mapping[str, TensorInfo]
+    restoration: Restoration,
+    live: Any,
+    saved: Mapping[str, Any],
+    infos: Mapping[str, TensorInfo],
+    make: Make = lambda slot, info: None,
 ) -> None:
-    """Add a target for each slot: the live tensor at its place, else a new one."""
+    """Add a target for each slot: the live tensor at its place, else what `make` gives, else one
+    like the saved one, which must not have been sharded.
+    """
     for slot in saved["slots"]:
         name, tensor = slot["name"], at_path(live, slot["path"])
         if name not in infos:
             raise ValueError(f"the checkpoint names a tensor {name!r} that it does not hold")
         if isinstance(tensor, torch.Tensor):
             restoration.aim(name, tensor, infos[name])
+        elif name in restoration.targets:
+            continue
+        elif (made := make(slot, infos[name])) is not None:
+            restoration.targets[name] = made
         elif slot["kind"] == "dtensor":
             restoration.refuse(name, "no sharded tensor to load into", "a sharded tensor")
-        elif name not in restoration.targets:
+        else:
             restoration.targets[name] = new_tensor(infos[name], slot["kind"])
 
 

@@ -5,16 +5,19 @@ Must not import ray.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from elastic.storage.manifest import TensorInfo
-from elastic.training import tree
+from elastic.training import rng, tree
+from elastic.training.layout import Named, Templates, make_like
 from elastic.training.part import NOTHING, Captured, Restoration
 
-__all__ = ["ContainerPart", "HasStateDict", "StateDictPart", "TensorPart"]
+__all__ = ["ContainerPart", "GeneratorPart", "HasStateDict", "StateDictPart", "TensorPart"]
+
+Parameters = Callable[[], Sequence[Named]]
 
 
 @runtime_checkable
@@ -24,18 +27,48 @@ class HasStateDict(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
+class _Tree:
+    """What both kinds share: values at paths, and tensors that may lie as a parameter does."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = parameters
+
+    def captured(self, value: Any) -> Captured:
+        halves = tree.split(value)
+        shaped = [slot for slot in halves.slots if _at(value, slot["path"]).ndim]
+        templates = Templates(self._parameters() if shaped else [])
+        for slot in shaped:
+            slot["like"] = templates.like(_at(value, slot["path"]), slot["path"])
+        return Captured(tensors=halves.tensors, plain=halves.saved())
+
+    def aim(
+        self, restoration: Restoration, live: Any, plain: Any, saved: Mapping[str, TensorInfo]
+    ) -> None:
+        """An average that is made at its first update has no tensors yet when it is tracked."""
+        parameters = Templates(self._parameters() if plain["slots"] else []).by_name
+
+        def make(slot: Mapping[str, Any], info: TensorInfo) -> torch.Tensor | None:
+            like = parameters.get(slot.get("like") or "")
+            if like is None or tuple(like.shape) != tuple(info.shape):
+                return None
+            return make_like(like, info, {}, on_host=False)
+
+        tree.aim(restoration, live, plain, saved, make)
+
+
 class ContainerPart:
     """A dict or list, restored in place all the way down."""
 
-    def __init__(self, container: dict[Any, Any] | list[Any]) -> None:
+    def __init__(self, container: dict[Any, Any] | list[Any], parameters: Parameters) -> None:
         self._container = container
+        self._tree = _Tree(parameters)
 
     def capture(self) -> Captured:
-        return _captured(self._container)
+        return self._tree.captured(self._container)
 
     def prepare(self, plain: Any, saved: Mapping[str, TensorInfo]) -> Restoration:
         restoration = Restoration()
-        tree.aim(restoration, self._container, plain, saved)
+        self._tree.aim(restoration, self._container, plain, saved)
 
         def finish() -> None:
             value = tree.join(plain, restoration.targets)
@@ -52,17 +85,18 @@ class ContainerPart:
 class StateDictPart:
     """A scheduler, a GradScaler, a metric: whatever its own state_dict says."""
 
-    def __init__(self, stateful: HasStateDict) -> None:
+    def __init__(self, stateful: HasStateDict, parameters: Parameters) -> None:
         self._stateful = stateful
+        self._tree = _Tree(parameters)
 
     def capture(self) -> Captured:
-        return _captured(self._stateful.state_dict())
+        return self._tree.captured(self._stateful.state_dict())
 
     def prepare(self, plain: Any, saved: Mapping[str, TensorInfo]) -> Restoration:
         restoration = Restoration()
         # Where state_dict gives out the live tensors they are filled in place, and the call in
         # finish finds them as they should be; where it gives copies, that call is what restores.
-        tree.aim(restoration, self._stateful.state_dict(), plain, saved)
+        self._tree.aim(restoration, self._stateful.state_dict(), plain, saved)
         restoration.finish = lambda: self._finish(tree.join(plain, restoration.targets))
         return restoration
 
@@ -88,6 +122,24 @@ class TensorPart:
         return restoration
 
 
-def _captured(value: Any) -> Captured:
-    halves = tree.split(value)
-    return Captured(tensors=halves.tensors, plain=halves.saved())
+class GeneratorPart:
+    """A random generator: only that there is one, since its state is each rank's own."""
+
+    def __init__(self, generator: rng.Generator) -> None:
+        self._kind = type(generator).__name__
+
+    def capture(self) -> Captured:
+        return Captured(plain={"generator": self._kind})
+
+    def prepare(self, plain: Any, saved: Mapping[str, TensorInfo]) -> Restoration:
+        restoration = Restoration()
+        found = plain.get("generator", "something else")
+        if found != self._kind:
+            restoration.refuse("", f"a {self._kind}", f"a {found}")
+        return restoration
+
+
+def _at(value: Any, path: list[Any]) -> torch.Tensor:
+    tensor = tree.at_path(value, path)
+    assert isinstance(tensor, torch.Tensor)
+    return tensor

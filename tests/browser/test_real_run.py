@@ -97,8 +97,9 @@ def test_every_trouble_of_a_real_run_is_seen_with_its_true_cause(
         rows = page.locator("#restarts tbody tr")
         quarantined = make_trouble(now, rows)
         expect(page.locator("#saves tr", has_text="quarantined")).to_contain_text(str(quarantined))
-        page.goto("about:blank")  # the page ends with the run
         now.boom.touch()
+        expect(page.locator("#state .state")).to_contain_text("FAILED", timeout=20_000)
+        page.goto("about:blank")  # the page ends soon after the run
         assert "bad sample 7" in str(now.fit.failure())
     check_figures(page, tmp_path / "runs", read_ledger(now.fs))
 

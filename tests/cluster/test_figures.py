@@ -20,10 +20,12 @@ from elastic.cluster.ray_metrics import COUNTERS, GAUGES
 from elastic.dashboard.prometheus import CAUSES, NAMES, PHASES, metrics_text
 from elastic.dashboard.restarts import restarts_of
 from elastic.dashboard.run_picture import Readers
+from elastic.dashboard.status import read_status
 from elastic.policy.goodput import goodput
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
 from elastic.storage.metrics import current_metrics, step_times
+from elastic.storage.run_file import load_run_file
 from tests.cluster import functions
 from tests.cluster.local_cluster import Fit, LocalCluster, wait_for
 
@@ -127,6 +129,10 @@ def test_b88_a_kill_is_told_everywhere_with_the_ledgers_figures(
     kept = {step: values["loss"] for step, values in current_metrics(fs).items()}
     assert [step for step, _ in shown] == sorted(kept)
     assert dict(shown) == pytest.approx(kept, rel=1e-6)
+    run_file = load_run_file(fs)
+    assert run_file is not None
+    status = read_status(fs, run_file, now_s=time.time())
+    assert status.step is not None and status.loss == kept[status.step]
     found = goodput(read_ledger(fs), step_times(fs))
     assert sum(found.slot_seconds.values()) == pytest.approx(found.whole_slot_seconds, rel=1e-3)
 

@@ -102,7 +102,8 @@ def content(tracked: TrackedState) -> dict[str, Any]:
 def _without_layout(value: Any) -> Any:
     """Whether a tensor was sharded when it was saved is no part of the state itself."""
     if isinstance(value, dict):
-        return {k: _without_layout(v) for k, v in value.items() if k not in ("kind", "layout")}
+        left_out = ("kind", "layout", "like")
+        return {k: _without_layout(v) for k, v in value.items() if k not in left_out}
     return [_without_layout(item) for item in value] if isinstance(value, list) else value
 
 

@@ -147,6 +147,36 @@ def test_training_can_go_on_from_an_export_with_optimizer(
     assert more == pytest.approx(live["more"], rel=1e-5)
 
 
+class Paced(torch.optim.SGD):
+    pace = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "pace": self.pace}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.pace = state_dict.pop("pace")
+        super().load_state_dict(state_dict)
+
+
+def test_an_export_with_optimizer_holds_what_that_keeps_for_itself(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Paced]:
+        model = nn.Linear(2, 2)
+        groups = [{"params": [parameter]} for parameter in model.parameters()]
+        return model, Paced(groups, lr=0.1, momentum=0.9)
+
+    model, optimizer = build()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.pace = 3
+    del optimizer.param_groups[1]  # of which the state is still there
+    root = saved(tmp_path, model=model, optimizer=optimizer)
+    export(asked(root, tmp_path / "all.pt", with_optimizer=True))
+    other = Paced([build()[0].weight], lr=0.1, momentum=0.9)
+    other.load_state_dict(loaded(tmp_path / "all.pt")["optimizer"])
+    assert other.pace == 3
+    assert len(other.state) == 1
+
+
 def test_safetensors_with_optimizer_holds_its_tensors(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

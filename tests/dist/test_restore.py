@@ -197,6 +197,29 @@ def test_a_plateau_scheduler_with_infinities_is_restored(tmp_path: Path) -> None
     assert scheduler.state_dict() == expected
 
 
+def test_buffers_of_every_kind(tmp_path: Path) -> None:  # B54
+    kinds = {
+        "none": torch.zeros(()),
+        "empty": torch.zeros(0, 3),
+        "turned": torch.arange(6.0).reshape(2, 3).t(),
+        "strided": torch.arange(8)[::2],
+        "bool": torch.tensor([True, False, True]),
+        "byte": torch.tensor([1, 255], dtype=torch.uint8),
+        "half": torch.tensor([1 / 3], dtype=torch.bfloat16),
+        "eighth": torch.tensor([0.5, 448.0]).to(torch.float8_e4m3fn),
+        "complex": torch.tensor([1 + 2j]),
+        "special": torch.tensor([float("nan"), float("inf"), -0.0]),
+    }
+    first, other = nn.Module(), nn.Module()
+    for name, value in kinds.items():
+        first.register_buffer(f"of_{name}", value)
+        other.register_buffer(f"of_{name}", torch.zeros_like(value))
+    manifest = save(tmp_path, "a", TrackedState(model=first))
+    restore(tmp_path, "a", manifest, TrackedState(model=other))
+    assert content(TrackedState(model=other)) == content(TrackedState(model=first))
+    assert other.of_turned.stride() == kinds["turned"].stride()
+
+
 class Remembering(nn.Module):
     """Extra state, as quantised layers have it: not a parameter, not a buffer."""
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from elastic.training import jsonable, rng
+from elastic.training.checkpoint import StateMismatch
 from elastic.training.state import TrackedState
 from tests.dist.small_run import restore, save, small, train
 
@@ -120,6 +121,60 @@ def test_new_ranks_get_streams_of_their_own() -> None:  # B26
         streams = [tuple(row[kind] for row in rank) for rank in (*first, *starts)]
         assert len(set(streams)) == len(streams), f"stream {kind}"
     assert resumed(saved, 8, 4)[2:] != first[2:]
+
+
+def test_a_tracked_generator_is_one_more_stream() -> None:
+    own: dict[str, Any] = {
+        "torch": torch.Generator().manual_seed(1),
+        "numpy": np.random.default_rng(1),
+        "philox": np.random.Generator(np.random.Philox(1)),
+        "older": np.random.RandomState(1),
+        "python": random.Random(1),
+    }
+
+    def draw_own() -> list[float]:
+        numbers = [float(own[name].normal()) for name in ("numpy", "philox", "older")]
+        return [*numbers, float(torch.rand((), generator=own["torch"])), own["python"].random()]
+
+    TrackedState(**own)
+    rng.derive(SEED, 0, 0)  # the start of a run leaves them as they were made
+    saved = jsonable.dumps(rng.capture())
+    expected = [draw_own() for _ in range(3)]
+    assert expected[0][-1] == random.Random(1).random()
+    rng.restore(jsonable.loads(saved))
+    assert [draw_own() for _ in range(3)] == expected
+    fresh = []
+    for rank in (0, 1, 0):
+        rng.derive(SEED, 7, rank)
+        fresh.append(draw_own())
+    assert fresh[0] == fresh[2]
+    assert len({*fresh[0], *fresh[1], *expected[0]}) == 15
+    rng.follow({})
+    assert "generators" not in rng.capture()
+
+
+def test_a_stream_that_was_not_saved_is_still_each_ranks_own() -> None:  # B26
+    """As the stream of a CUDA device is, in a checkpoint of a machine that has none."""
+    rng.derive(SEED, 0, 0)
+    saved = rng.capture()
+    drawn = []
+    for rank in (0, 1):
+        noise = np.random.default_rng(1)
+        TrackedState(noise=noise)
+        rng.restore_or_derive(saved, SEED, 7, rank, lambda _: None)
+        drawn.append(float(noise.normal()))
+    rng.follow({})
+    assert len({*drawn, float(np.random.default_rng(1).normal())}) == 3
+    rng.restore(saved)
+    rest = draw(2)
+    rng.restore_or_derive(saved, SEED, 7, 1, lambda _: None)
+    assert draw(2) == rest
+
+
+def test_another_kind_of_generator_is_refused(tmp_path: Path) -> None:
+    manifest = save(tmp_path, "a", TrackedState(noise=random.Random(1)))
+    with pytest.raises(StateMismatch, match="noise: expected a RandomState, found a Random"):
+        restore(tmp_path, "a", manifest, TrackedState(noise=np.random.RandomState(1)))
 
 
 def test_the_step_after_a_resume_has_its_own_noise(tmp_path: Path) -> None:  # B27

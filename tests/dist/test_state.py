@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from elastic.storage.checkpoints import Manifest
+from elastic.training.foreign import load_weights
 from elastic.training.gradients import prepare_fsdp
 from elastic.training.state import TrackedState
 from tests.dist.processes import run_ranks
@@ -303,6 +305,85 @@ def test_averages_are_resharded_like_parameters(tmp_path: Path) -> None:  # B51
     found, _, again = run_ranks(averaged, 2, tmp_path, ("at-3", manifest))[0]
     assert found == first
     torch.testing.assert_close(again, sums, rtol=1e-4, atol=1e-5)
+
+
+def averaged_lazily(rank: int, world_size: int, folder: Path, arrival: Arrival) -> Found:
+    """Averages in a tracked list and dict, which have no tensors before their first update."""
+    model = small(seed=world_size)
+    optimizer = adamw(model)
+    averages: dict[str, Any] = {"list": [], "by name": {}}
+    tracked = TrackedState(model=model, optimizer=optimizer, averages=averages)
+
+    @torch.no_grad()
+    def update() -> None:
+        if not averages["list"]:
+            averages["list"] = [p.detach().clone() for p in model.parameters()]
+            averages["by name"] = {n: p.detach() * 0 for n, p in model.named_parameters()}
+        names = averages["by name"]
+        for mine, (name, parameter) in zip(averages["list"], model.named_parameters(), strict=True):
+            mine.lerp_(parameter, 0.1)
+            names[name].lerp_(parameter, 0.2)
+
+    if arrival is None:
+        train(model, optimizer, range(3), update)
+    else:
+        restore(folder, *arrival, tracked)
+    for mine, parameter in zip(averages["list"], model.parameters(), strict=True):
+        assert isinstance(mine, DTensor) and mine.placements == parameter.placements
+    manifest, found = save(folder, f"at-{world_size}", tracked), content(tracked)
+    train(model, optimizer, range(3, 5), update)
+    return found, manifest, [float(t.full_tensor().sum()) for t in averages["by name"].values()]
+
+
+def test_averages_that_are_made_at_their_first_update_are_resharded(tmp_path: Path) -> None:
+    """B51 B47: a sharded tensor beside sharded parameters, also where there was none to fill."""
+    first, manifest, sums = run_ranks(averaged_lazily, 3, tmp_path, None)[0]
+    found, _, again = run_ranks(averaged_lazily, 2, tmp_path, ("at-3", manifest))[0]
+    assert found == first
+    torch.testing.assert_close(again, sums, rtol=1e-4, atol=1e-5)
+
+
+def averages_of_shards(rank: int, world_size: int) -> None:
+    model = small()
+    shards = {n: p.to_local().clone() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
+    tracked = TrackedState(model=model, ema={"shadow": shards})
+    with pytest.raises(ValueError, match="shape of this rank's shard of 'layers.0.weight'"):
+        tracked.capture()
+
+
+def test_averages_of_a_ranks_own_shards_are_refused() -> None:  # B51
+    """They would be saved from rank 0 alone, and given to every rank."""
+    run_ranks(averages_of_shards, 2)
+
+
+def wide(rank: int, world_size: int, folder: Path, full: Manifest) -> tuple[Manifest, Any, Any]:
+    """A (1, 17) weight from a full state, by both ways there are, and saved sharded."""
+    model = shard(nn.Linear(17, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tracked = TrackedState(model=model, optimizer=optimizer)
+    load_weights(str(folder / "full"), tracked, dist.group.WORLD)
+    imported = content(TrackedState(model=model))
+    restore(folder, "full", full, tracked)
+    return save(folder, f"at-{world_size}", tracked), imported, content(tracked)
+
+
+@pytest.mark.timeout(120)
+def test_one_row_goes_from_full_to_sharded_and_back(tmp_path: Path) -> None:  # B41
+    model = nn.Linear(17, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tracked = TrackedState(model=model, optimizer=optimizer)
+    model(torch.ones(2, 17)).sum().backward()
+    optimizer.step()
+    full, expected = save(tmp_path, "full", tracked), content(tracked)
+    for size in (1, 2, 3):
+        manifest, imported, held = run_ranks(wide, size, tmp_path, full)[-1]
+        assert imported == content(TrackedState(model=model))
+        assert held == expected
+        other = nn.Linear(17, 1)
+        optimizer = torch.optim.AdamW(other.parameters())
+        tracked = TrackedState(model=other, optimizer=optimizer)
+        restore(tmp_path, f"at-{size}", manifest, tracked)
+        assert content(tracked) == expected
 
 
 def grouped(rank: int, world_size: int, folder: Path, arrival: Arrival) -> Found:

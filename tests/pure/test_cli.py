@@ -138,6 +138,9 @@ def test_status_adds_up_what_happened(recovered: ARun) -> None:
 def test_a_run_that_is_over_serves_no_page(recovered: ARun, last: str) -> None:
     recovered.event(last, 0, reason="the end")
     assert recovered.status().page_url is None
+    lines = ask("status", recovered.root).output.splitlines()
+    assert f"page        elastic dashboard --storage {recovered.root.parent}" in lines
+    assert "workers     2 at the end (generation 1)" in lines  # whose pids are others' by now
 
 
 def test_status_tells_the_newest_save_interval_and_why(run: ARun) -> None:
@@ -167,7 +170,7 @@ def test_status_reads_well(recovered: ARun, monkeypatch: pytest.MonkeyPatch) -> 
         "goodput     38.4 % of 198 slot-seconds; start up 54.5 %, re-form: wait 7.1 %",
         f"storage     {recovered.root}",
         f"page        {PAGE} on node-7",
-        "dashboard   http://127.0.0.1:8265",
+        "Ray         http://127.0.0.1:8265",
         "last word   1 s ago",
     ]
 

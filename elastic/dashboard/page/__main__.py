@@ -1,8 +1,8 @@
 """The page that a run serves of itself, as a process beside the driver, on the driver's socket.
 
 `python -m elastic.dashboard.page --storage URL --host HOST --fd N`, with the token, if there is
-one, in the environment. It gives way to all else on its node, and ends when its stdin does, which
-the driver's death closes.
+one, in the environment. It gives way to all else on its node, and ends soon after its stdin does,
+which the driver's death closes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from elastic.dashboard.run_picture import Readers
 from elastic.storage.filesystem import Filesystem
 
 _NICE = 19
+# Viewers are told how the run has ended.
+_LAST_S = 3.0
 
 
 @click.command()
@@ -37,13 +39,13 @@ def main(storage: str, host: str, fd: int, token: str) -> None:
         root,
         host=host,
         token=token,
-        names=frozenset({socket.gethostname()}),
         texts={"/metrics": lambda: metrics_text(runs, time.time()).decode()},
         listening=socket.socket(fileno=fd),
     ).start()
 
     def stop_at_the_end() -> None:
         sys.stdin.buffer.read()
+        time.sleep(_LAST_S)
         server.stop()
 
     threading.Thread(target=stop_at_the_end, daemon=True).start()

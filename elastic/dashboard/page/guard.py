@@ -59,12 +59,17 @@ class Guard:
         """None if the request may be answered. `given` are the tokens and pass words that
         came with it."""
         if not self._is_ours(host):
-            return Refusal(status=403, why=f"this page is not served under the name {host!r}")
+            return Refusal(
+                status=403,
+                why=f"this page is not served under the name {host!r}: see its --name",
+            )
         if origin is not None and not _is_same(origin, host):
             return Refusal(status=403, why=f"a page of {origin!r} may not ask this one")
         if self.token and not any(self._is_known(one) for one in given):
             return Refusal(
-                status=401, why="give the token: ?token=... or Authorization: Bearer ..."
+                status=401,
+                why="this page needs its token, which was printed, in the address, where it was "
+                "started: add ?token=... or Authorization: Bearer ...",
             )
         if method != "GET":
             return Refusal(status=405, why="this page only reads: GET")

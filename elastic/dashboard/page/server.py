@@ -49,6 +49,8 @@ class PageServer:
     ) -> None:
         """Raises `ValueError` for an address without the token it needs."""
         own = is_loopback(host)
+        if not own:
+            names |= {socket.gethostname(), socket.getfqdn()}
         self._guard = Guard(
             is_loopback=own, token=token, names=names if is_any(host) else names | {host}
         )
@@ -70,7 +72,8 @@ class PageServer:
     @property
     def url(self) -> str:
         """Where a browser finds the page, with the token if there is one."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        host = socket.gethostname() if is_any(self._host) else self._host
+        host = f"[{host}]" if ":" in host else host
         query = f"?token={quote(self._token, safe='')}" if self._token else ""
         return f"http://{host}:{self._port}/{query}"
 

@@ -36,17 +36,28 @@ function say(text, kind) {
 async function explain() {
   const answer = await fetch(matched ? api : "/api/runs").catch(() => null);
   if (answer === null || answer.ok || answer.status >= 500) return;
+  say("", "calm");
   main.replaceChildren(make("p", {class: "problem", role: "alert", text: await answer.text()}));
 }
 
+const OVER = new Set(["FINISHED", "FAILED", "STOPPED"]);
+let isOver = false;
+
+main.classList.add("waiting");
 const stream = new EventSource(`${api}/changes`);
-stream.onopen = () => say("● live", "good");
 stream.onerror = () => {
-  say("○ no connection; what is shown is old", "bad");
+  // A run serves its page itself, and the page ends with it.
+  if (isOver) return say("○ the run is over, and so is its page: elastic dashboard shows it again", "calm");
+  say("○ no connection: what is shown is old; elastic dashboard shows runs whose own page is gone", "bad");
+  main.classList.add("stale");
   explain();
 };
 stream.onmessage = (message) => {
-  draw(JSON.parse(message.data));
+  const told = JSON.parse(message.data);
+  isOver = OVER.has(told.status?.state);
+  main.classList.remove("waiting", "stale");
+  say("● live", "good");
+  draw(told);
   main.dataset.drawn = String(Number(main.dataset.drawn ?? 0) + 1);
 };
 setInterval(tick, 1000);

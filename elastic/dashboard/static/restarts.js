@@ -1,6 +1,6 @@
 // The table of restarts: cause, cost, phases as a small bar, and the story one click away.
 
-import {count, make, moment, seconds, table, whole} from "./dom.js";
+import {count, make, moment, number, seconds, table, whole} from "./dom.js";
 
 const MOST_AT_FIRST = 20;
 const OUTCOMES = {
@@ -88,8 +88,10 @@ export function drawRestarts(doc, open) {
     }), logs(one), stacks(one))],
   ];
   const isLast = doc.restarts.at(-1).outcome === "failed" ? " The newest row is the failure that ended the run." : "";
+  const held = doc.goodput?.slot_seconds;
+  const cost = !held ? "" : ` In slot-seconds: ${number(held.recomputed)} done again, ${number(held.detection)} until they were noticed.`;
   const lines = [
-    make("p", {text: `${sum}. ${count(totals.lost_steps, "step")} done again, ${seconds(totals.took_s)} without a step.${isLast}`}),
+    make("p", {text: `${sum}. ${count(totals.lost_steps, "step")} done again, ${seconds(totals.took_s)} without a step.${cost}${isLast}`}),
     legend(doc.restarts),
     table("Restarts, the newest first", columns, shown),
   ];

@@ -78,7 +78,7 @@ export function drawRun(main, api) {
   const open = (what) => evidence.open(what);
   const parts = {
     state: part("How it stands", "state", (doc) => [doc.status, doc.goodput?.share, doc.checkpoint_s, doc.last_word_s], drawState),
-    restarts: part("Restarts", "restarts", (doc) => [doc.restarts, doc.totals], (doc) => drawRestarts(doc, open)),
+    restarts: part("Restarts", "restarts", (doc) => [doc.restarts, doc.totals, doc.goodput?.slot_seconds], (doc) => drawRestarts(doc, open)),
     tries: part("Tries left", "tries", (doc) => doc.tries_left, drawTries),
     lanes: part("Nodes", "nodes", (doc) => [doc.lanes, doc.last_word_s], drawLanes),
     goodput: part("Where the time went", "goodput", (doc) => doc.goodput, drawGoodput),
@@ -86,7 +86,7 @@ export function drawRun(main, api) {
     events: part("Newest events", "events", (doc) => doc.events, drawEvents),
   };
   const {state: first, restarts, ...rest} = parts;
-  const title = make("h1", {text: "Run"});
+  const title = make("h1", {text: "Reading ..."});
   main.replaceChildren(title, first.box, restarts.box, charts, ...Object.values(rest).map((one) => one.box), evidence.box);
   return (doc) => {
     told = doc;

@@ -2,12 +2,20 @@
 
 import {DASH, make, moment, number, percent, seconds, size, table, whole} from "./dom.js";
 
+// A budget that never granted any is not used up.
+function left(one) {
+  if (one.left === null) return "no limit";
+  const isGone = one.left === 0 && (one.granted > 0 || one.used > 0);
+  const text = one.granted === 0 ? "none granted" : `${one.left} of ${one.granted}`;
+  return make("b", {class: isGone ? "bad" : null, text: `${isGone ? "▼ " : ""}${text}`});
+}
+
 export function drawTries(doc) {
   if (doc.tries_left === null) return make("p", {class: "quiet", text: "Not recorded: the run has not begun, or an older version wrote it."});
   if (!doc.tries_left.length) return make("p", {class: "quiet", text: "No budget is limited."});
   return table("Tries left", [
     ["Budget", false, (one) => one.budget],
-    ["Left", true, (one) => one.left === null ? "no limit" : make("b", {class: one.left === 0 ? "bad" : null, text: `${one.left === 0 ? "▼ " : ""}${one.left} of ${one.granted}`})],
+    ["Left", true, (one) => left(one)],
     ["Used", true, (one) => one.used],
     ["Comes back", false, (one) => one.comes_back],
   ], doc.tries_left);

@@ -33,7 +33,7 @@ ADVICE = {
     DATA: "read through run.loader, whose position belongs to the run, or give the object that "
     "knows the position state_dict and load_state_dict and name it in run.track",
     RNG: "draw from the global streams of torch, numpy or random, which are kept without asking, "
-    "or track an object whose state_dict holds the generator's state",
+    "or name the generator in run.track, which keeps it for each rank",
     SCHEDULER: "name it in run.track(scheduler={name})",
     EMA: "name it in run.track(ema={name})",
     OPTIMIZER: "name it in run.track(optimizer={name})",
