@@ -19,6 +19,7 @@ from elastic.storage.ledger import read_ledger
 from elastic.verbs import node_allow
 from elastic.verbs.checkpoints import checkpoints
 from elastic.verbs.dashboard import dashboard
+from elastic.verbs.data import data
 from elastic.verbs.explain import explain
 from elastic.verbs.export import export
 from elastic.verbs.goodput import goodput
@@ -90,6 +91,7 @@ def events(
 node_allow.add_to(node)
 main.add_command(checkpoints)
 main.add_command(dashboard)
+main.add_command(data)
 main.add_command(explain)
 main.add_command(export)
 main.add_command(goodput)

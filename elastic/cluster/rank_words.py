@@ -144,6 +144,17 @@ class RankWords:
             generation = self._generation
             self._record(Record(kind="weights_loaded", generation=generation, step=0, reason=told))
 
+    def _on_data_read(self, rank: int, data: Data) -> None:
+        self._record(
+            Record(
+                kind="data_read",
+                generation=self._generation,
+                step=int(data["step"]),
+                reason=data["reason"],
+                data=data["facts"],
+            )
+        )
+
     def _on_rng_left_out(self, rank: int, data: Data) -> None:
         streams = ", ".join(data["streams"])
         self._record(

@@ -23,9 +23,14 @@ class Agreement:
         leave: bool,
         last_step_s: float,
         group: dist.ProcessGroup,
+        place: int = 0,
     ) -> None:
-        """`last_step_s` is how long the step before took on this rank; 0 for the first."""
-        wants = [num_valid_tokens, num_samples, int(save), int(leave), int(last_step_s * 1000)]
+        """`last_step_s` is how long the step before took on this rank; 0 for the first.
+
+        `place` is to be the same on all ranks: see `is_same`.
+        """
+        took_ms = int(last_step_s * 1000)
+        wants = [num_valid_tokens, num_samples, int(save), int(leave), took_ms, place]
         self._world_size = dist.get_world_size(group)
         self._sums = torch.tensor(wants, dtype=torch.int64)
         self._work = dist.all_reduce(self._sums, group=group, async_op=True)
@@ -56,3 +61,7 @@ class Agreement:
     def last_step_s(self) -> float:
         """How long the step before took, on average over the ranks."""
         return self._value(4) / 1000 / self._world_size
+
+    def is_same(self, place: int) -> bool:
+        """Whether the place of this rank, as given, is the average; else some are elsewhere."""
+        return self._value(5) == place * self._world_size

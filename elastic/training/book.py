@@ -165,6 +165,8 @@ class Book:
                 self._pacing.skipped(self._generation, int(data["step"]), data["since_s"])
         elif kind == "weights_loaded":
             self._record("weights_loaded", step=0, reason=f"from {data['from']}")
+        elif kind == "data_read":
+            self._record(kind, step=int(data["step"]), reason=data["reason"], data=data["facts"])
         elif kind == "rng_left_out":
             streams = ", ".join(data["streams"])
             self._record(

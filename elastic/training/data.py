@@ -2,8 +2,7 @@
 
 Position, order and global batch belong to the run; how a global batch splits over ranks and
 micro-batches is derived here, also when it does not divide. Nothing in a loader need be saved: one
-made with the same `samples_done` goes on with the same samples at any world size. Must not import
-ray.
+made with the same position goes on with the same samples at any world size. Must not import ray.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +18,17 @@ import torch
 from torch.utils.data import default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from elastic.training.order import SampleStream, micro_batches, share
+from elastic.training.order import micro_batches
 from elastic.training.padding import IGNORED_LABEL, describe, ignore_labels, labels_of
 from elastic.training.reader import (
     Collate,
-    Key,
     MapDataset,
-    Reader,
     as_read,
     end_loader_processes,
     enter_loader_process,
 )
+from elastic.training.reading import ByCount, ByIndex, Reading
+from elastic.training.stream_reader import is_stream
 
 # torchdata 0.11 calls a function that torch 2.13 deprecates; no user can do anything about it.
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
@@ -61,10 +60,13 @@ class GlobalLoader:
     neither lost nor repeated. The process's global random streams are not touched; what a dataset
     draws is a function of (seed, epoch, index).
 
-    dataset: map-style; items in any form that `collate` (default: torch's) takes
+    dataset: map-style, or an iterable source without random access; items in any form that
+        `collate` (default: torch's) takes
     global_batch: samples per step, over all ranks
     micro_batch: samples per micro-batch at most
     samples_done: samples of the whole run that steps before the next one have used up
+    state: what `state` was then; without it an iterable is read from its beginning to find the
+        position
     num_workers: loader processes of this rank; 0 reads in this process
     pad: takes a batch of its own and returns it with nothing valid. Default: integer labels (a
         dict's "labels" or the second of a pair) become -100
@@ -72,13 +74,21 @@ class GlobalLoader:
         labels, the number of samples
     device: where batches are put; on CUDA from pinned memory, without waiting
 
+    An iterable gives the same samples in the same order each time that it is iterated, on every
+    rank; `shuffle` does not apply. When it ends its next pass begins, after
+    `dataset.set_epoch(number)` if it has that. A position is found by counting: a resume reads and
+    drops what the pass has given already, or calls `dataset.skip(count)` if there is such a
+    method. Each rank and each loader process reads all of it and keeps its own part, so what is
+    slow belongs into `collate`, which sees that part only.
+
     Raises ValueError for numbers that make no step, a dataset without length or with fewer samples
-    than one global batch, and a padding batch that is not empty or cannot be made.
+    than one global batch, an iterable that can be read once only or gives nothing, and a padding
+    batch that is not empty or cannot be made.
     """
 
     def __init__(
         self,
-        dataset: MapDataset,
+        dataset: MapDataset | Iterable[Any],
         *,
         global_batch: int,
         micro_batch: int,
@@ -86,6 +96,7 @@ class GlobalLoader:
         world_rank: int,
         world_size: int,
         samples_done: int = 0,
+        state: Mapping[str, Any] | None = None,
         num_workers: int = 0,
         shuffle: bool = True,
         collate: Collate | None = None,
@@ -94,14 +105,21 @@ class GlobalLoader:
         device: torch.device | str | None = None,
     ) -> None:
         _check_numbers(global_batch, micro_batch, world_size, samples_done, num_workers)
-        self.num_samples = _checked_length(dataset, global_batch)
         self.global_batch = global_batch
         self._spans = micro_batches(global_batch, micro_batch, world_size, world_rank)
-        self._share = share(global_batch, world_size, world_rank)
-        self._stream = SampleStream(num_samples=self.num_samples, seed=seed, shuffle=shuffle)
+        self._split = {"micro_batch": micro_batch, "world_size": world_size}
         self._position = samples_done
         self._num_workers = num_workers
-        self._reader = Reader(dataset, collate or default_collate, seed)
+        collate = collate or default_collate
+        source: Any = dataset
+        self._reading: Reading
+        if is_stream(source):
+            told = {"passes": ()} if samples_done == 0 else state or {}
+            self._reading = ByCount(source, collate, seed, told)
+        else:
+            _check_length(source, global_batch)
+            self._reading = ByIndex(source, collate, seed, shuffle)
+        self._dataset_name = type(dataset).__qualname__
         self._pad = pad or ignore_labels
         self._count_tokens = count_tokens
         self._device = None if device is None else torch.device(device)
@@ -116,8 +134,23 @@ class GlobalLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next sample."""
-        return self._position // self.num_samples
+        """The epoch of the next sample; of an iterable, the pass that is not known to be over."""
+        return self._reading.epoch(self._position)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Where a loader is to begin that goes on from `position`: plain values."""
+        return {"samples": self._position, **self._reading.state()}
+
+    @property
+    def place(self) -> int:
+        """A number that is the same on all ranks, if their sources give the same samples."""
+        return self._reading.place
+
+    def facts(self, position: int) -> dict[str, Any]:
+        """What tells which samples come from a position on, and which rank gets which."""
+        told = {"dataset": self._dataset_name, "global_batch": self.global_batch, **self._split}
+        return {**told, "samples_done": position, **self._reading.facts(self._position)}
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         self.close()
@@ -136,6 +169,7 @@ class GlobalLoader:
             steps.close()
 
     def _iterate(self) -> Generator[list[MicroBatch], None, None]:
+        self._reading.begin(self._position)
         batches = iter(self._fetcher())
         try:
             while True:
@@ -149,7 +183,7 @@ class GlobalLoader:
 
     def _fetcher(self) -> StatefulDataLoader:
         return StatefulDataLoader(
-            self._reader,
+            self._reading.reader,
             batch_sampler=self._keys(self._position),
             num_workers=self._num_workers,
             collate_fn=as_read,
@@ -159,22 +193,19 @@ class GlobalLoader:
             snapshot_every_n_steps=_NO_SNAPSHOTS,
         )
 
-    def _keys(self, position: int) -> Iterator[list[Key]]:
-        """The samples of this rank's micro-batches, step after step, without the padding ones."""
-        start, stop = self._share
+    def _keys(self, position: int) -> Iterator[Any]:
+        """What this rank's micro-batches are read by, step after step; none for padding ones."""
         while True:
-            keys = self._stream.indices(position + start, stop - start)
-            for begin, end in self._spans:
-                if begin < end:
-                    yield keys[begin - start : end - start]
-            position += self.global_batch
+            until = position + self.global_batch
+            yield from self._reading.keys(position, self._spans, until)
+            position = until
 
     def _next_step(self, batches: Iterator[Any]) -> list[MicroBatch]:
         step: list[MicroBatch] = []
         empty: Any = None
         for begin, end in self._spans:
             if begin < end:
-                batch = next(batches)
+                batch = self._reading.taken(next(batches))
                 if not step and self._has_padding:
                     empty = self._pad(copy.deepcopy(batch))
                 step.append(self._micro_batch(batch, end - begin))
@@ -205,7 +236,7 @@ class GlobalLoader:
 
     def _check_padding(self) -> None:
         """Tries padding on the first sample, since another world size may need it at any time."""
-        padding = self._pad(self._reader.__getitems__([(0, 0)]))
+        padding = self._pad(self._reading.first())
         found = self._count(padding, 0)
         if found:
             raise ValueError(
@@ -247,12 +278,11 @@ def _check_numbers(
         )
 
 
-def _checked_length(dataset: MapDataset, global_batch: int) -> int:
+def _check_length(dataset: Any, global_batch: int) -> None:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(
-            "expected a map-style dataset, with __len__ and __getitem__, found "
-            f"{type(dataset).__name__}: a stream has no position that another world size could "
-            "take up. Give its items an index, for example as a Parquet file"
+            "expected a map-style dataset, with __len__ and __getitem__, or an iterable, found "
+            f"{type(dataset).__name__}"
         )
     length = len(dataset)
     if length < global_batch:
@@ -260,4 +290,3 @@ def _checked_length(dataset: MapDataset, global_batch: int) -> int:
             f"the dataset holds {length} samples, fewer than one global batch of {global_batch}: "
             "lower global_batch or give more data"
         )
-    return length

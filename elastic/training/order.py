@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +117,10 @@ class SampleStream:
     def __post_init__(self) -> None:
         self._order(0)
 
+    def facts(self) -> dict[str, Any]:
+        """Plain values from which `stream_of` makes an equal stream, also in another process."""
+        return {"num_samples": self.num_samples, "seed": self.seed, "shuffle": self.shuffle}
+
     def _order(self, epoch: int) -> EpochOrder:
         return EpochOrder(
             num_samples=self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle
@@ -137,6 +142,16 @@ class SampleStream:
         return [
             (epoch, index) for epoch, piece in self.pieces(start, count) for index in piece.tolist()
         ]
+
+
+def stream_of(facts: Mapping[str, Any]) -> SampleStream:
+    """The stream with these facts; what else is in `facts` does not matter.
+
+    Raises KeyError for a fact that is missing, ValueError for one that no stream has.
+    """
+    return SampleStream(
+        num_samples=facts["num_samples"], seed=facts["seed"], shuffle=facts["shuffle"]
+    )
 
 
 def share(global_batch: int, world_size: int, world_rank: int) -> tuple[int, int]:

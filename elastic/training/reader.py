@@ -50,7 +50,7 @@ class Reader:
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         """The collated batch of these samples: torch's fetcher asks for a whole batch this way."""
-        with _own_random_streams():
+        with own_random_streams():
             samples = []
             for key in keys:
                 self._seed_for(key)
@@ -66,7 +66,8 @@ class Reader:
 
 
 @contextlib.contextmanager
-def _own_random_streams() -> Iterator[None]:
+def own_random_streams() -> Iterator[None]:
+    """The random streams of the process are left where they were."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -96,7 +97,15 @@ def enter_loader_process(_number: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         os._exit(1)  # it died before the signal was armed
+    if parent is not None and parent.pid != os.getppid():
+        # A fork server has forked this process: it lives on, and no signal comes.
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _let_go_of_network_sockets()
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def end_loader_processes(batches: Iterator[Any], patience_s: float = 0.5) -> None:

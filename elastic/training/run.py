@@ -23,6 +23,7 @@ from elastic.training.checkpoint import AsyncSaver
 from elastic.training.coordinator import Coordinator, Reform
 from elastic.training.data import GlobalLoader, MicroBatch
 from elastic.training.gradients import prepare_fsdp
+from elastic.training.loaders import Loaders
 from elastic.training.membership import Membership, TrainingConfig
 from elastic.training.meshes import check_sharding
 from elastic.training.process_group import Groups
@@ -76,10 +77,9 @@ class Run:
         self._coordinator = coordinator
         self._groups = groups
         self._kept = kept
-        self._loaders: list[GlobalLoader] = []
+        self._loaders = Loaders(coordinator, is_told=member.world_rank == 0)
         self._state: TrackedState | None = None
         self._rng: Callable[[], None] | None = None
-        self._saves_asked = self._saves_seen = 0
         self._last_step_s = 0.0
         self._long_step_s: float | None = None
         self._is_dropped = False
@@ -97,6 +97,7 @@ class Run:
             filesystem=Filesystem.at(config.run_url),
             saver=saver,
             reporter=self._reporter,
+            positions=self._loaders.states,
         )
 
     # --- set-up -----------------------------------------------------------------------------
@@ -140,15 +141,9 @@ class Run:
         self._rng()
         self._reporter.step = self.step
         self._reporter.phase = "build"
-        self._coordinator.notify(
-            "restored_state",
-            {
-                "step": self.step,
-                "resumed": self._member.resume_step is not None,
-                "build_s": built_s - self._begun_s,
-                "load_s": self._loaded_s - built_s,
-            },
-        )
+        took = {"build_s": built_s - self._begun_s, "load_s": self._loaded_s - built_s}
+        resumed = self._member.resume_step is not None
+        self._coordinator.notify("restored_state", {"step": self.step, "resumed": resumed, **took})
 
     def _restore(self, state: TrackedState) -> None:
         restored = begin(
@@ -166,6 +161,7 @@ class Run:
         self.step, self.samples = counters["step"], counters["samples"]
         self.tokens, self.epoch = counters["tokens"], counters["epoch"]
         self._saves.restored(self.step)
+        self._loaders.restored(restored.plain)
         saved = rng.streams_for(restored.rank_plain, self._groups.shape)
 
         def left_out(streams: list[str]) -> None:
@@ -185,12 +181,14 @@ class Run:
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         shuffle: bool = True,
+        name: str = "data",
     ) -> GlobalLoader:
-        """This rank's part of each global batch, from where the run stands.
+        """This rank's part of each global batch, from where the loader of this name stands.
 
         `global_batch` and `micro_batch` are in samples. The order of samples is a function of seed
         and epoch alone, and the global batch is the same at any world size. `count_tokens(batch)`
-        gives the valid tokens of one micro-batch, `pad(batch)` one without any.
+        gives the valid tokens of one micro-batch, `pad(batch)` one without any. Each of several
+        loaders needs a `name`, by which a checkpoint knows where it stands.
 
         Raises:
             ValueError: see `GlobalLoader`.
@@ -199,12 +197,12 @@ class Run:
         self._tracked("run.loader")
         loader = GlobalLoader(
             dataset,
+            **self._loaders.start(name, self.samples),
             global_batch=global_batch,
             micro_batch=micro_batch,
             seed=self.seed,
             world_rank=self.data_rank,
             world_size=self.data_size,
-            samples_done=self.samples,
             num_workers=num_workers,
             shuffle=shuffle,
             collate=collate,
@@ -212,8 +210,7 @@ class Run:
             count_tokens=count_tokens,
             device=self.device,
         )
-        self._loaders.append(loader)
-        return loader
+        return self._loaders.add(name, loader)
 
     def _tracked(self, caller: str) -> TrackedState:
         if self._state is None:
@@ -250,12 +247,15 @@ class Run:
         def is_over() -> bool:
             return end.is_reached(self.step, self.samples, self.tokens)
 
+        if not is_over():
+            self._loaders.begin(loader, self.step)
         batches = iter(loader)
         phases = ("first batch", "first step")
         while not is_over():
             self._reporter.phase = phases[0]
             micro_batches: list[MicroBatch] = next(batches)
-            agreement = self._agree(sum(batch.num_valid_tokens for batch in micro_batches))
+            num_tokens = sum(batch.num_valid_tokens for batch in micro_batches)
+            agreement = self._agree(num_tokens, place=loader.place)
             step = Step(
                 number=self.step + 1,
                 batches=micro_batches,
@@ -271,10 +271,10 @@ class Run:
                 # Left by `break`, the step counts as done; left by an error, peers may be gone.
                 with contextlib.suppress(RuntimeError):
                     if not self._is_dropped:
-                        self._advance(loader.global_batch, agreement, loader.epoch)
+                        self._finished(loader, agreement)
                 raise
             self._last_step_s = time.monotonic() - begun_s
-            self._advance(loader.global_batch, agreement, loader.epoch)
+            self._finished(loader, agreement)
             self._metrics.push(step, agreement, begun_s)
             phases = ("data", "forward-backward")
             if not is_over():
@@ -290,8 +290,10 @@ class Run:
         """
         state = self._tracked("run.end_step")
         self._rng = None
+        self._loaders.own(self.step)
         self._commit_start(state)
         agreement = self._agree(tokens, samples)
+        self._loaders.counted(agreement.num_samples())
         self._advance(agreement.num_samples(), agreement, self.epoch)
         self._boundary(state, agreement)
         self._reporter.phase = "forward-backward"
@@ -311,20 +313,17 @@ class Run:
         if self.step == 0 and self._saves.committed_step < 0:
             self._save_now(state)
 
-    def _agree(self, num_valid_tokens: int, num_samples: int = 0) -> Agreement:
+    def _agree(self, num_valid_tokens: int, num_samples: int = 0, place: int = 0) -> Agreement:
         orders = self._coordinator.orders()
         is_counted = self._groups.shape.is_counted(self.world_rank)
-        self._saves_asked = orders.saves_asked
-        # One that is asked for while another is in flight is put off, where a due one is skipped.
-        asked = self._saves_asked > self._saves_seen and not self._saves.is_in_flight
-        is_due = self.world_rank == 0 and (asked or self._saves.is_due(self.step + 1))
         return Agreement(
             num_valid_tokens=num_valid_tokens * is_counted,
             num_samples=num_samples * is_counted,
-            save=is_due,
+            save=self.world_rank == 0 and self._saves.is_wanted(self.step + 1, orders.saves_asked),
             leave=orders.leave,
             last_step_s=self._last_step_s,
             group=self._groups.control,
+            place=place,
         )
 
     def _way_out(self, state: TrackedState, num_batches: int) -> Callable[[], None] | None:
@@ -338,6 +337,10 @@ class Run:
             leave=lambda mark: self._save_and_leave(state, mark),
         )
 
+    def _finished(self, loader: GlobalLoader, agreement: Agreement) -> None:
+        self._loaders.finished(loader, self.step + 1, agreement)
+        self._advance(loader.global_batch, agreement, loader.epoch)
+
     def _advance(self, num_samples: int, agreement: Agreement, epoch: int) -> None:
         self.step += 1
         self.samples += num_samples
@@ -346,18 +349,11 @@ class Run:
         self._reporter.step = self.step
         self._reporter.counters = self._counters()
         if self._loaded_s is not None:
-            first_step_s, self._loaded_s = time.monotonic() - self._loaded_s, None
-            self._coordinator.notify(
-                "first_step", {"step": self.step, "first_step_s": first_step_s}
-            )
+            took_s, self._loaded_s = time.monotonic() - self._loaded_s, None
+            self._coordinator.notify("first_step", {"step": self.step, "first_step_s": took_s})
 
     def _counters(self) -> dict[str, int]:
-        return {
-            "step": self.step,
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "epoch": self.epoch,
-        }
+        return {name: getattr(self, name) for name in ("step", "samples", "tokens", "epoch")}
 
     def _boundary(self, state: TrackedState, agreement: Agreement) -> None:
         self._saves.settle()
@@ -368,8 +364,7 @@ class Run:
         if agreement.save():
             self._reporter.phase = "save"
             self._metrics.flush()
-            if self._saves.save_or_skip(state, self._counters()):
-                self._saves_seen = self._saves_asked
+            self._saves.save_or_skip(state, self._counters())
 
     def _save_and_leave(self, state: TrackedState, mark: Mark | None = None) -> None:
         self._is_dropped = mark is not None
@@ -393,6 +388,5 @@ class Run:
 
     def close(self) -> None:
         """End this run's threads. The process groups are the caller's to end."""
-        for loader in self._loaders:
-            loader.close()  # or a kept traceback would hold its processes through a re-form
+        self._loaders.close()
         self._reporter.close()

@@ -50,7 +50,10 @@ class Saves:
         filesystem: Filesystem,
         saver: AsyncSaver,
         reporter: Reporter,
+        positions: Callable[[], Mapping[str, Any]],
     ) -> None:
+        """`positions` gives those in the data, of the last finished step."""
+        self._positions = positions
         self._member = member
         self._config = config
         self._coordinator = coordinator
@@ -61,6 +64,7 @@ class Saves:
         self._flight: _Flight | None = None
         self._attempt = 0
         self._failures_in_a_row = 0
+        self._num_asked = self._num_seen = 0
         self.last_step = -1
         """Step of the last save that was begun, or restored."""
         self.last_s = self._begun_s = time.monotonic()
@@ -85,6 +89,15 @@ class Saves:
         is_first, self._late_step = self._late_step != self.last_step, self.last_step
         return is_first
 
+    def is_wanted(self, step: int, num_asked: int) -> bool:
+        """Whether one is due after `step`, or people have asked for one since the last.
+
+        `num_asked` is how often they have. Rank 0's answer counts.
+        """
+        self._num_asked = num_asked
+        # One that is asked for while another is in flight is put off, where a due one is skipped.
+        return (num_asked > self._num_seen and not self.is_in_flight) or self.is_due(step)
+
     def restored(self, step: int) -> None:
         """The live state is that of this committed checkpoint."""
         self.last_step = self.committed_step = step
@@ -95,10 +108,10 @@ class Saves:
         """Whether this rank's last save is still being written or committed."""
         return self._flight is not None and not self._flight.result.done()
 
-    def save_or_skip(self, state: TrackedState, counters: Mapping[str, int]) -> bool:
+    def save_or_skip(self, state: TrackedState, counters: Mapping[str, int]) -> None:
         """Begin a save, unless one is still in flight on any rank and the policy is to skip.
 
-        Whether it was begun, the same on every rank. Raises:
+        Raises:
             SaveFailed: as many saves in a row have failed as the run allows.
         """
         self.settle()
@@ -107,12 +120,12 @@ class Saves:
         busy = torch.tensor([int(self._flight is not None)])
         dist.all_reduce(busy, group=self._groups.control)
         if busy.item() == 0:
+            self._num_seen = self._num_asked
             self._begin(state, counters)
-            return True
+            return
         if self._member.world_rank == 0:
             since_s = time.monotonic() - self._begun_s
             self._coordinator.notify("save_skipped", {"step": counters["step"], "since_s": since_s})
-        return False
 
     def save_and_wait(
         self, state: TrackedState, counters: Mapping[str, int], mark: Mark | None = None
@@ -185,7 +198,11 @@ class Saves:
             self._filesystem,
             path,
             captured.tensors,
-            plain={"counters": dict(counters), "tracked": (mark or captured).plain},
+            plain={
+                "counters": dict(counters),
+                "loaders": self._positions(),
+                "tracked": (mark or captured).plain,
+            },
             rank_plain={
                 "rng": mark.rng if mark else rng.capture(),
                 TENSOR: self._groups.shape[TENSOR],

@@ -5,11 +5,14 @@ And survivors keep their processes, whoever dies.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from elastic.cli import main
 from tests.cluster.local_cluster import (
     Job,
     LocalCluster,
@@ -60,6 +63,7 @@ def test_workers_and_nodes_go_and_come(three_nodes: LocalCluster, tmp_path: Path
         pace.unlink()
         found = job.wait()
     assert found["world_sizes"] == [3, 2, 3, 2, 3]
+    assert_same_samples(job.url, expected["run"])
     assert worst_difference(losses(found), losses(expected)) <= 1e-9
     norms = losses(found, "grad_norms"), losses(expected, "grad_norms")
     assert worst_difference(*norms) <= 1e-9
@@ -68,6 +72,13 @@ def test_workers_and_nodes_go_and_come(three_nodes: LocalCluster, tmp_path: Path
         phases: dict[str, Any] = lost.data["phases_s"]
         assert phases["start"] == 0.0 and phases["place"] == 0.0  # nothing was started
     assert unaccounted_s(job.events()) < 0.3
+
+
+def assert_same_samples(*runs: str) -> None:
+    """In each step, as `elastic data` works it out from what the driver has recorded."""
+    found = CliRunner().invoke(main, ["data", "diff", *runs, "--json"])
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["num_steps"] == STEPS
 
 
 def kill_a_worker(job: Job) -> None:

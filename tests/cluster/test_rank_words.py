@@ -10,14 +10,11 @@ from elastic.cluster.recovery import Recovery
 from elastic.policy.events import Record
 
 
-def test_a_late_word_of_the_group_before_is_no_part_of_the_re_form() -> None:
-    records: list[Record] = []
-    recovery = Recovery()
-
+def words_of(recovery: Recovery, records: list[Record]) -> RankWords:
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
-    words = RankWords(
+    return RankWords(
         recovery=recovery,
         metrics=SimpleNamespace(start=nothing, add=nothing),
         post=nothing,
@@ -27,6 +24,12 @@ def test_a_late_word_of_the_group_before_is_no_part_of_the_re_form() -> None:
         standstill=SimpleNamespace(begin=nothing, heard=nothing, ended=nothing),
         pacing=SimpleNamespace(look=nothing, skipped=nothing),
     )
+
+
+def test_a_late_word_of_the_group_before_is_no_part_of_the_re_form() -> None:
+    records: list[Record] = []
+    recovery = Recovery()
+    words = words_of(recovery, records)
     words.begin(0, 1)
     recovery.failed("a death", world_size=2)
     late = {"build_s": 0.1, "load_s": 99.0, "step": 0, "resumed": True}
@@ -38,3 +41,14 @@ def test_a_late_word_of_the_group_before_is_no_part_of_the_re_form() -> None:
     (found,) = [record for record in records if record.kind == "recovered"]
     assert found.generation == 1
     assert found.data["phases_s"]["load"] == 0.2 and found.data["phases_s"]["first_step"] == 0.3
+
+
+def test_what_the_ranks_read_is_recorded() -> None:
+    records: list[Record] = []
+    words = words_of(Recovery(), records)
+    words.begin(3, 2)
+    told = {"step": 40, "reason": "Numbers from sample 480 on", "facts": {"read": "by index"}}
+    words.hear(3, 0, "data_read", told)
+    (found,) = records
+    assert (found.kind, found.generation, found.step) == ("data_read", 3, 40)
+    assert (found.reason, found.data) == (told["reason"], told["facts"])

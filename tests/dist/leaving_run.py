@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ class Plan:
     at_step: int | None = None
     at_micro_batch: int | None = None
     at_evaluation_batch: int | None = None
+    source: Callable[[int], Any] = Numbers
 
 
 class Counted(nn.Module):
@@ -103,7 +105,7 @@ def train(run: Run) -> None:
     run.track(model=model, optimizer=optimizer, counter=seen["micro"])
     seen["micro"].setdefault("batches", 0)
     seen["resumed"] = run.step
-    loader = run.loader(Numbers(100), global_batch=12, micro_batch=2)
+    loader = run.loader(plan.source(100), global_batch=12, micro_batch=2)
     for step in run.steps(loader, until=plan.until):
         for index, batch in enumerate(step):
             seen["micro"]["batches"] += 1

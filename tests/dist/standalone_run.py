@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from elastic.storage.metrics import current_metrics
 from elastic.storage.run_file import load_run_file
 from elastic.training import process_group
 from elastic.training.membership import TrainingConfig
+from elastic.training.padding import IGNORED_LABEL
 from elastic.training.run import Run
 from elastic.training.standalone import train_standalone
 from tests.dist.processes import run_ranks
@@ -42,7 +46,24 @@ class Numbers:
     def __getitem__(self, index: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(6, generator=generator, dtype=torch.float64)
-        return {"x": x, "labels": torch.tensor(index % 5), "index": index}
+        return {"x": x, "labels": torch.tensor(index % 5), "index": index, "epoch": -1}
+
+
+class Passes:
+    """The same items without random access, in an order that each pass has of its own."""
+
+    def __init__(self, num_items: int) -> None:
+        self.items = Numbers(num_items)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        num_items = len(self.items)
+        for place in range(num_items):
+            index = (place * 37 + self.epoch) % num_items
+            yield {**self.items[index], "index": place, "epoch": self.epoch}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +79,9 @@ class Recipe:
     dtype: str = "float64"
     noise: float = 0.0
     global_batch: int = 12
+    source: Callable[[int], Any] = Numbers
+    num_items: int = 100
+    num_workers: int = 0
     die_at: int | None = None
     die_rank: int | None = None
     slow_write_s: float = 0.0
@@ -141,6 +165,7 @@ def sharded_model(dtype: torch.dtype, mesh: DeviceMesh) -> nn.Sequential:
 
 def _train(run: Run, seen: dict[str, Any]) -> None:
     recipe: Recipe = run.config["recipe"]
+    multiprocessing.current_process().daemon = False  # or it could have no loader processes
     dtype = getattr(torch, recipe.dtype)
     model = sharded_model(dtype, run.mesh)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -150,11 +175,19 @@ def _train(run: Run, seen: dict[str, Any]) -> None:
     counter = seen["counter"]
     run.track(model=model, optimizer=optimizer, scheduler=scheduler, counter=counter)
     seen["resumed"] = run.step
-    loader = run.loader(Numbers(100), global_batch=recipe.global_batch, micro_batch=2)
+    loader = run.loader(
+        recipe.source(recipe.num_items),
+        global_batch=recipe.global_batch,
+        micro_batch=2,
+        num_workers=recipe.num_workers,
+    )
+    notes = _notes(recipe.root) / f"{run.generation}-{run.world_rank}.jsonl"
     for step in run.steps(loader, until=recipe.until):
         seen["steps"][step.number] = []
+        used: list[list[list[int]]] = []
         for batch in step:
             seen["steps"][step.number] += batch["index"].tolist()
+            used.append(_ids(batch))
             x = batch["x"].to(dtype)
             x = x + recipe.noise * torch.randn(x.shape, dtype=dtype)
             logits = model(x)
@@ -168,8 +201,42 @@ def _train(run: Run, seen: dict[str, Any]) -> None:
         scheduler.step()
         optimizer.zero_grad()
         counter["calls"] += 1
+        _note(notes, step.number, used)
         if step.number == recipe.die_at and recipe.die_rank in (None, run.world_rank):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ids(batch: dict[str, Any]) -> list[list[int]]:
+    """(epoch, index) of what weighs something in a micro-batch."""
+    columns = (batch[name].tolist() for name in ("epoch", "index", "labels"))
+    return [[e, i] for e, i, label in zip(*columns, strict=True) if label != IGNORED_LABEL]
+
+
+def _notes(root: str) -> Path:
+    return Path(f"{root}.trained")  # beside the run: nothing of ours lies in its directory
+
+
+def _note(path: Path, step: int, used: list[list[list[int]]]) -> None:
+    """A line for each step; a SIGKILL right after it takes nothing back."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps([step, [batch for batch in used if batch]]) + "\n")
+
+
+def trained(root: str) -> dict[int, list[list[list[list[int]]]]]:
+    """What the ranks themselves have trained on, by step, rank and micro-batch: what counts."""
+    by_place = {}
+    for path in _notes(root).iterdir():
+        generation, rank = map(int, path.stem.split("-"))
+        for line in path.read_text().splitlines():
+            step, used = json.loads(line)
+            by_place[step, generation, rank] = used
+    found: dict[int, dict[int, Any]] = {}
+    for step, generation, rank in sorted(by_place):
+        newest = max(g for s, g, _ in by_place if s == step)
+        if generation == newest:
+            found.setdefault(step, {})[rank] = by_place[step, generation, rank]
+    return {step: [ranks[rank] for rank in sorted(ranks)] for step, ranks in found.items()}
 
 
 def _sabotage(recipe: Recipe, rank: int) -> None:

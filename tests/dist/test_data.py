@@ -410,15 +410,6 @@ def test_numbers_that_make_no_step(changed: dict[str, int], expected: str) -> No
         loader_of(Numbers(8), **changed)
 
 
-def test_a_stream_is_no_dataset() -> None:
-    class Stream(torch.utils.data.IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(9))
-
-    with pytest.raises(ValueError, match=r"expected a map-style dataset.*found Stream"):
-        loader_of(Stream())
-
-
 # --- loader processes --------------------------------------------------------------------------
 
 
@@ -554,6 +545,26 @@ def test_a_loader_process_dies_with_its_parent() -> None:
         ours.recv()
     assert process.exitcode == -signal.SIGKILL
     assert pid != process.pid
+
+
+def _be_killed_beside_a_fork_server(pipe: Any) -> None:
+    multiprocessing.set_start_method("forkserver", force=True)
+    _be_killed(pipe)
+
+
+def test_a_loader_process_of_a_fork_server_dies_with_who_asked_for_it() -> None:
+    """The fork server is its parent, and outlives the rank for as long as it has children."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_be_killed_beside_a_fork_server, args=(theirs,), daemon=False)
+    process.start()
+    theirs.close()
+    pid = ours.recv()
+    process.join()
+    until_s = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until_s, "the loader process lives on"
+        time.sleep(0.02)
 
 
 # --- Parquet tokens ----------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
 from tests.dist.leaving_run import Plan, many_starts, one_start
 from tests.dist.processes import run_ranks
-from tests.dist.standalone_run import catalog, curve
+from tests.dist.standalone_run import Numbers, Passes, catalog, curve
 
 GRACE_S = 3.0
 
@@ -28,12 +30,15 @@ def test_a_signal_to_one_rank_at_any_moment_stops_all_at_one_step(tmp_path: Path
     assert max(took_s for _, took_s in ranks[told]) < GRACE_S
 
 
-def test_a_long_step_is_dropped_and_nothing_of_it_remains(tmp_path: Path):
-    """Bit for bit the run that was never stopped: buffers, streams and counters included."""
-    calm = Plan(root=f"{tmp_path}/calm", until=6)
+@pytest.mark.parametrize("source", [Numbers, Passes])
+def test_a_long_step_is_dropped_and_nothing_of_it_remains(tmp_path: Path, source: Any):
+    """Bit for bit the run that was never stopped: position, buffers, streams and counters too."""
+    calm = Plan(root=f"{tmp_path}/calm", until=6, source=source)
     run_ranks(one_start, 2, calm)
     # Three micro-batches of 0.4 s: from step 2 on the ranks know that steps are long.
-    hurried = Plan(root=f"{tmp_path}/run", until=6, pause_s=0.4, at_step=4, at_micro_batch=0)
+    hurried = dataclasses.replace(
+        calm, root=f"{tmp_path}/run", pause_s=0.4, at_step=4, at_micro_batch=0
+    )
     ended = run_ranks(one_start, 2, hurried)
     assert [rank["step"] for rank in ended] == [3, 3]
     assert [rank["samples"] for rank in ended] == [36, 36]
@@ -41,7 +46,7 @@ def test_a_long_step_is_dropped_and_nothing_of_it_remains(tmp_path: Path):
     assert [rank["micro"]["batches"] for rank in ended] == [10, 10]
     (last,) = [e for e in read_ledger(Filesystem.at(hurried.root)) if e.kind == "run_stopped"]
     assert last.step == 3
-    resumed = run_ranks(one_start, 2, Plan(root=hurried.root, until=6))
+    resumed = run_ranks(one_start, 2, dataclasses.replace(calm, root=hurried.root))
     assert [rank["resumed"] for rank in resumed] == [3, 3]
     assert [rank["micro"]["batches"] for rank in resumed] == [18, 18]
     assert curve(hurried.root) == curve(calm.root)
