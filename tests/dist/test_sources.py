@@ -98,7 +98,7 @@ def test_a_resume_goes_on_in_the_order_it_began_with(dataset: elastic.ParquetTok
         found += trained(dataset, 3, world_size=world_size, **done)
         loader = loader_of(dataset, **{**done, "samples_done": len(found)})
     assert found == expected[: len(found)]
-    with pytest.raises(OrderDiffers, match="blocks in a window of the order: 4 when .* 8 now"):
+    with pytest.raises(OrderDiffers, match=r"blocks in a window of the order: 4 when .* 8 now"):
         loader_of(dataset, samples_done=6, state=loader.state, window=8)
     with pytest.raises(OrderDiffers, match="samples in the dataset: 83 when it began, 50 now"):
         loader_of([{"labels": 0}] * 50, samples_done=6, state=loader.state)
@@ -137,10 +137,14 @@ def test_a_whole_batch_is_what_its_items_make(dataset: elastic.ParquetTokens) ->
 
 
 def test_a_collate_function_of_the_user_is_given_items(dataset: elastic.ParquetTokens) -> None:
+    given: list[int] = []
+
     def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        given.extend(int(one["input_ids"][0]) // LENGTH for one in samples)
         return {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
 
     assert trained(dataset, 4, collate=collate) == in_windows(dataset, 24)
+    assert given == [0, *in_windows(dataset, 24)], "the first is to see how padding is made"
 
 
 def test_blocks_are_decoded_ahead_of_the_step(
