@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from elastic.training.loggers.logger import Logger
     from elastic.training.loggers.tensorboard import TensorBoardLogger
     from elastic.training.meta_device import materialize
+    from elastic.training.parquet import ParquetTokens
     from elastic.training.run import Run
+    from elastic.training.sources.lines import JsonLines, TextLines
+    from elastic.training.sources.packing import PackedTokens
+    from elastic.training.sources.parquet_rows import ParquetRows
     from elastic.training.torchrun import run_standalone
 
 __version__ = "0.1.0"
@@ -30,10 +34,15 @@ __all__ = [
     "ElasticConfig",
     "ElasticTrainer",
     "HangLimits",
+    "JsonLines",
     "Logger",
     "Mesh",
+    "PackedTokens",
+    "ParquetRows",
+    "ParquetTokens",
     "Run",
     "TensorBoardLogger",
+    "TextLines",
     "TrainingFailed",
     "__version__",
     "clip_grad_norm_",
@@ -45,10 +54,15 @@ _HOMES = {
     "ElasticConfig": "elastic.cluster.elastic_config",
     "ElasticTrainer": "elastic.cluster.trainer",
     "HangLimits": "elastic.policy.hangs",
+    "JsonLines": "elastic.training.sources.lines",
     "Logger": "elastic.training.loggers.logger",
     "Mesh": "elastic.policy.mesh",
+    "PackedTokens": "elastic.training.sources.packing",
+    "ParquetRows": "elastic.training.sources.parquet_rows",
+    "ParquetTokens": "elastic.training.parquet",
     "Run": "elastic.training.run",
     "TensorBoardLogger": "elastic.training.loggers.tensorboard",
+    "TextLines": "elastic.training.sources.lines",
     "TrainingFailed": "elastic.cluster.training_failed",
     "clip_grad_norm_": "elastic.training.clipping",
     "materialize": "elastic.training.meta_device",

@@ -14,11 +14,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elastic.training.order import micro_batches
+from elastic.training.order_choice import BEFORE_BLOCKS
 from elastic.training.padding import IGNORED_LABEL, describe, ignore_labels, labels_of
 from elastic.training.reader import (
     Collate,
@@ -66,8 +68,10 @@ class GlobalLoader:
     micro_batch: samples per micro-batch at most
     samples_done: samples of the whole run that steps before the next one have used up
     state: what `state` was then; without it an iterable is read from its beginning to find the
-        position
+        position, and it is not known in which order a dataset was read
     num_workers: loader processes of this rank; 0 reads in this process
+    window: of a dataset that tells its `block_starts`, such as `ParquetTokens`, so many blocks are
+        shuffled together; without it as `state` says, else 64: see `BlockOrder`
     pad: takes a batch of its own and returns it with nothing valid. Default: integer labels (a
         dict's "labels" or the second of a pair) become -100
     count_tokens: valid tokens of a batch. Default: labels other than -100; with `pad` given and no
@@ -82,8 +86,8 @@ class GlobalLoader:
     slow belongs into `collate`, which sees that part only.
 
     Raises ValueError for numbers that make no step, a dataset without length or with fewer samples
-    than one global batch, an iterable that can be read once only or gives nothing, and a padding
-    batch that is not empty or cannot be made.
+    than one global batch, another order than `state` says, an iterable that can be read once only
+    or gives nothing, and a padding batch that is not empty or cannot be made.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class GlobalLoader:
         state: Mapping[str, Any] | None = None,
         num_workers: int = 0,
         shuffle: bool = True,
+        window: int | None = None,
         collate: Collate | None = None,
         pad: Callable[[Any], Any] | None = None,
         count_tokens: Callable[[Any], int] | None = None,
@@ -118,7 +123,8 @@ class GlobalLoader:
             self._reading = ByCount(source, collate, seed, told)
         else:
             _check_length(source, global_batch)
-            self._reading = ByIndex(source, collate, seed, shuffle)
+            began = _began(samples_done, state)
+            self._reading = ByIndex(source, collate, seed, shuffle, window, began)
         self._dataset_name = type(dataset).__qualname__
         self._pad = pad or ignore_labels
         self._count_tokens = count_tokens
@@ -181,17 +187,23 @@ class GlobalLoader:
             # By name: the traceback of an exception holds the iterator, which would keep them.
             end_loader_processes(batches)
 
-    def _fetcher(self) -> StatefulDataLoader:
-        return StatefulDataLoader(
+    def _fetcher(self) -> Iterable[Any]:
+        keys = self._keys(self._position)
+        pin_memory = self._device is not None and self._device.type == "cuda"
+        if not self._num_workers and not pin_memory:
+            share = (self._spans[-1][1] - self._spans[0][0]) / self.global_batch
+            return map(self._reading.reader.__getitems__, self._reading.ahead(keys, share))
+        loader: Iterable[Any] = StatefulDataLoader(
             self._reading.reader,
-            batch_sampler=self._keys(self._position),
+            batch_sampler=keys,
             num_workers=self._num_workers,
             collate_fn=as_read,
-            pin_memory=self._device is not None and self._device.type == "cuda",
+            pin_memory=pin_memory,
             worker_init_fn=enter_loader_process,
             generator=torch.Generator().manual_seed(0),  # or the global one would be drawn from
             snapshot_every_n_steps=_NO_SNAPSHOTS,
         )
+        return loader
 
     def _keys(self, position: int) -> Iterator[Any]:
         """What this rank's micro-batches are read by, step after step; none for padding ones."""
@@ -232,7 +244,11 @@ class GlobalLoader:
         labels = labels_of(batch)
         if labels is None:
             return num_samples
-        return int((labels != IGNORED_LABEL).sum())
+        # Through numpy, which takes a fraction of torch's time for it.
+        found = labels.numpy()
+        if found.size and found.min() > IGNORED_LABEL:
+            return int(found.size)
+        return int(np.count_nonzero(found != IGNORED_LABEL))
 
     def _check_padding(self) -> None:
         """Tries padding on the first sample, since another world size may need it at any time."""
@@ -259,6 +275,14 @@ def _moved(batch: Any, device: torch.device) -> Any:
         items = [_moved(value, device) for value in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch
+
+
+def _began(samples_done: int, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The order in which samples were trained already; None if none were, or nobody knows."""
+    if samples_done == 0 or state is None:
+        return None
+    order: Mapping[str, Any] = state.get("order", BEFORE_BLOCKS)
+    return order
 
 
 def _check_numbers(

@@ -48,7 +48,7 @@ class Loaders:
                 "once, and give each one a name of its own, as in run.loader(..., name='second')"
             )
         if not self._has_names:
-            return {"samples_done": samples, "state": None}
+            return {"samples_done": samples, "state": {}}
         state = self._states.get(name, {"samples": 0})
         return {"samples_done": state["samples"], "state": state}
 

@@ -8,21 +8,15 @@ middle of a global batch. Must import neither torch nor ray.
 
 from __future__ import annotations
 
-import hashlib
-import math
+import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Indices = npt.NDArray[np.int64]
-_Words = npt.NDArray[np.uint64]
-
-NUM_ROUNDS = 12
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+from elastic.training.block_order import BlockOrder, Blocks
+from elastic.training.permutation import Indices, permuted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +24,7 @@ class EpochOrder:
     """The order of one epoch: maps position 0 <= i < num_samples to a sample, each exactly once.
 
     A function of (num_samples, seed, epoch) alone. Reading a slice costs time and memory in
-    proportion to the slice. The permutation is an alternating Feistel network over a grid of rows x
-    columns >= num_samples cells (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002:
-    generalised Feistel and cycle walking). It is made to shuffle, not to keep secrets.
+    proportion to the slice.
 
     Raises ValueError for num_samples outside 1 .. 2**62 or a negative epoch.
     """
@@ -61,67 +53,60 @@ class EpochOrder:
         """The samples at positions start .. stop - 1. Raises IndexError outside the epoch."""
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"positions {start} .. {stop} are outside 0 .. {self.num_samples}")
-        positions = np.arange(start, stop, dtype=np.uint64)
-        if not self.shuffle or self.num_samples == 1:
-            return positions.astype(np.int64)
-        return self._permute(positions).astype(np.int64)
-
-    def _permute(self, cells: _Words) -> _Words:
-        rows = math.isqrt(self.num_samples - 1) + 1
-        columns = -(-self.num_samples // rows)
-        keys = _round_keys(self.seed, self.epoch)
-        cells = _feistel(cells, rows, columns, keys)
-        # The grid has a few cells more than there are samples: those walk on until inside.
-        outside = np.flatnonzero(cells >= self.num_samples)
-        while outside.size:
-            cells[outside] = _feistel(cells[outside], rows, columns, keys)
-            outside = outside[cells[outside] >= self.num_samples]
-        return cells
-
-
-def _round_keys(seed: int, epoch: int) -> _Words:
-    digest = hashlib.shake_128(f"order/{seed}/{epoch}".encode()).digest(8 * NUM_ROUNDS)
-    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-
-
-def _feistel(cells: _Words, rows: int, columns: int, keys: _Words) -> _Words:
-    left, right = np.divmod(cells, np.uint64(columns))
-    for number, key in enumerate(keys):
-        if number % 2 == 0:
-            left = _shift(left, right, key, rows)
-        else:
-            right = _shift(right, left, key, columns)
-    return left * np.uint64(columns) + right
-
-
-def _shift(moved: _Words, other: _Words, key: np.uint64, size: int) -> _Words:
-    """`moved` plus a keyed hash of `other` (the finaliser of splitmix64), modulo size <= 2**31."""
-    mixed = other ^ key
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
-    moved = moved + (((mixed >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32))
-    return np.where(moved >= size, moved - np.uint64(size), moved)
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        return permuted(start, stop, self.num_samples, f"order/{self.seed}/{self.epoch}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleStream:
     """The endless stream of samples of a run; position p lies in epoch p // num_samples.
 
-    Raises ValueError for num_samples outside 1 .. 2**62.
+    With `blocks` that need more than one window, the order of an epoch is a `BlockOrder`.
+
+    Raises ValueError for num_samples outside 1 .. 2**62 or other than that of `blocks`.
     """
 
     num_samples: int
     seed: int
     shuffle: bool = True
+    blocks: Blocks | None = None
+    _opened: dict[int, EpochOrder | BlockOrder] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
-        self._order(0)
+        EpochOrder(num_samples=self.num_samples, seed=self.seed, epoch=0)
+        if self.blocks is not None and self.blocks.num_samples != self.num_samples:
+            raise ValueError(
+                f"expected blocks that hold num_samples = {self.num_samples} samples, found "
+                f"{self.blocks.num_samples}"
+            )
 
     def facts(self) -> dict[str, Any]:
         """Plain values from which `stream_of` makes an equal stream, also in another process."""
-        return {"num_samples": self.num_samples, "seed": self.seed, "shuffle": self.shuffle}
+        told = {"num_samples": self.num_samples, "seed": self.seed, "shuffle": self.shuffle}
+        if self.window is None:
+            return told
+        return {**told, "window_blocks": self.window.window_blocks, "blocks": self.window.text}
 
-    def _order(self, epoch: int) -> EpochOrder:
+    @property
+    def window(self) -> Blocks | None:
+        """The blocks, where the order keeps to a window of them; None where it is of an epoch."""
+        has_window = self.shuffle and self.blocks is not None and not self.blocks.is_one_window
+        return self.blocks if has_window else None
+
+    def _order(self, epoch: int) -> EpochOrder | BlockOrder:
+        if epoch not in self._opened:
+            # That of the epoch before stays, for a global batch may straddle two.
+            for old in self._opened.keys() - {epoch - 1}:
+                del self._opened[old]
+            self._opened[epoch] = self._open(epoch)
+        return self._opened[epoch]
+
+    def _open(self, epoch: int) -> EpochOrder | BlockOrder:
+        if self.window is not None:
+            return BlockOrder(blocks=self.window, seed=self.seed, epoch=epoch)
         return EpochOrder(
             num_samples=self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle
         )
@@ -139,9 +124,10 @@ class SampleStream:
 
     def indices(self, start: int, count: int) -> list[tuple[int, int]]:
         """(epoch, index) of each of the samples at positions start .. start + count - 1."""
-        return [
-            (epoch, index) for epoch, piece in self.pieces(start, count) for index in piece.tolist()
-        ]
+        found: list[tuple[int, int]] = []
+        for epoch, piece in self.pieces(start, count):
+            found.extend(zip(itertools.repeat(epoch), piece.tolist()))
+        return found
 
 
 def stream_of(facts: Mapping[str, Any]) -> SampleStream:
@@ -149,8 +135,12 @@ def stream_of(facts: Mapping[str, Any]) -> SampleStream:
 
     Raises KeyError for a fact that is missing, ValueError for one that no stream has.
     """
+    blocks = Blocks.of_text(facts["blocks"], facts["window_blocks"]) if "blocks" in facts else None
     return SampleStream(
-        num_samples=facts["num_samples"], seed=facts["seed"], shuffle=facts["shuffle"]
+        num_samples=facts["num_samples"],
+        seed=facts["seed"],
+        shuffle=facts["shuffle"],
+        blocks=blocks,
     )
 
 

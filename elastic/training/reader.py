@@ -18,11 +18,13 @@ import socket
 import stat
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 Key = tuple[int, int]  # (epoch, index)
 Collate = Callable[[list[Any]], Any]
@@ -40,22 +42,49 @@ class Reader:
     """Batches of a dataset, read by lists of keys; picklable when dataset and collate are.
 
     Samples are read one by one, never through the dataset's own `__getitems__`: each has a random
-    stream of its own. The collate function goes on with the stream of the last sample.
+    stream of its own. The collate function goes on with the stream of the last sample. Only a
+    dataset that has `collated`, and so draws nothing at random, is asked for a whole batch, where
+    the collate function is torch's own.
     """
 
     def __init__(self, dataset: MapDataset, collate: Collate, seed: int) -> None:
         self._dataset = dataset
+        self._has_batches = collate is default_collate and hasattr(dataset, "collated")
         self._collate = collate
         self._seed = seed
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         """The collated batch of these samples: torch's fetcher asks for a whole batch this way."""
+        if self._has_batches:
+            return self._dataset.collated([index for _, index in keys])  # type: ignore[attr-defined]
         with own_random_streams():
             samples = []
             for key in keys:
                 self._seed_for(key)
                 samples.append(self._dataset[key[1]])
             return self._collate(samples)
+
+    def ahead(self, batches: Iterator[list[Key]], num_samples: int) -> Iterator[list[Key]]:
+        """The same keys, of which the dataset is told so many samples before they are read.
+
+        It is so if it has `block_starts` and `prefetch`, which begins to read what it is told.
+        """
+        if not hasattr(self._dataset, "block_starts") or not hasattr(self._dataset, "prefetch"):
+            yield from batches
+            return
+        prefetch = self._dataset.prefetch
+        waiting: deque[list[Key]] = deque()
+        num_waiting = 0
+        while True:
+            if num_waiting <= num_samples // 2:
+                told: list[Key] = []
+                while num_waiting + len(told) < num_samples:
+                    waiting.append(next(batches))
+                    told += waiting[-1]
+                num_waiting += len(told)
+                prefetch([index for _, index in told])
+            num_waiting -= len(waiting[0])
+            yield waiting.popleft()
 
     def _seed_for(self, key: Key) -> None:
         text = f"sample/{self._seed}/{key[0]}/{key[1]}".encode()

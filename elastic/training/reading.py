@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from elastic.training.order import SampleStream
+from elastic.training.order_choice import choose, facts
 from elastic.training.passes import Passes
-from elastic.training.reader import Collate, MapDataset, Reader
+from elastic.training.reader import Collate, Key, MapDataset, Reader
 from elastic.training.stream_reader import Span, StreamReader
+
+_SAMPLES_AT_ONCE = 2048
+_MOST_AHEAD = 8192  # samples; a list of keys is kept of them
 
 Spans = Sequence[tuple[int, int]]
 
@@ -29,6 +32,12 @@ class Reading(Protocol):
 
     def keys(self, position: int, spans: Spans, until: int) -> Iterator[Any]:
         """A key for each span that is not empty; `position` and `until` are those of the step."""
+
+    def ahead(self, keys: Iterator[Any], share: float) -> Iterator[Any]:
+        """The same keys; what they will ask for is begun to be read, in this process.
+
+        `share` of the samples is read with them.
+        """
 
     def first(self) -> Any:
         """A batch of one sample, to see what batches look like."""
@@ -51,25 +60,51 @@ class Reading(Protocol):
 
 
 class ByIndex:
-    """A map-style dataset: its order is computed where it is read, so nothing need be kept."""
+    """A map-style dataset: its order is computed where it is read, so only which one it is is kept.
+
+    For `window` and `began` see `choose`, whose errors are raised.
+    """
 
     place = 0
 
-    def __init__(self, dataset: MapDataset, collate: Collate, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        dataset: MapDataset,
+        collate: Collate,
+        seed: int,
+        shuffle: bool,
+        window: int | None,
+        began: Mapping[str, Any] | None,
+    ) -> None:
         self.num_samples = len(dataset)
         self.reader = Reader(dataset, collate, seed)
-        self._stream = SampleStream(num_samples=self.num_samples, seed=seed, shuffle=shuffle)
+        self._stream = choose(dataset, seed=seed, shuffle=shuffle, window=window, began=began)
+        self._order = facts(self._stream)
+        self._ahead: tuple[int, list[Key]] = (0, [])
 
     def begin(self, position: int) -> None:
         """Nothing to do."""
 
     def keys(self, position: int, spans: Spans, until: int) -> Iterator[Any]:
         """Lists of (epoch, index)."""
-        start, stop = spans[0][0], spans[-1][1]
-        keys = self._stream.indices(position + start, stop - start)
-        for begin, end in spans:
-            if begin < end:
-                yield keys[begin - start : end - start]
+        begin, keys = self._ahead
+        if not begin <= position <= until <= begin + len(keys):
+            begin, keys = self._ahead = position, self._worked_out(position, until - position)
+        for start, stop in spans:
+            if start < stop:
+                yield keys[position - begin + start : position - begin + stop]
+
+    def _worked_out(self, position: int, global_batch: int) -> list[Key]:
+        """Those of many steps, since for a few samples it takes as long as for a thousand."""
+        num_samples = min(_SAMPLES_AT_ONCE, self.num_samples)
+        num_steps = max(1, num_samples // global_batch)
+        return self._stream.indices(position, num_steps * global_batch)
+
+    def ahead(self, keys: Iterator[Any], share: float) -> Iterator[Any]:
+        """The dataset is told of them, as far ahead as it can keep what it reads."""
+        window = self._stream.window
+        num_samples = _MOST_AHEAD if window is None else min(window.samples_ahead, _MOST_AHEAD)
+        return self.reader.ahead(keys, max(1, int(num_samples * share)))
 
     def first(self) -> Any:
         """Of the sample 0."""
@@ -84,8 +119,8 @@ class ByIndex:
         return position // self.num_samples
 
     def state(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
+        """Which order it is, so that none goes on in another one than it began with."""
+        return {"order": self._order}
 
     def facts(self, position: int) -> dict[str, Any]:
         """Those of the order."""
@@ -113,6 +148,10 @@ class ByCount:
         for begin, end in real:
             read_to = until if (begin, end) == real[-1] else position + end
             yield Span(start=position + begin, stop=position + end, until=read_to)
+
+    def ahead(self, keys: Iterator[Any], share: float) -> Iterator[Any]:
+        """Nothing is read ahead."""
+        return keys
 
     def first(self) -> Any:
         """Of the first sample of the pass."""

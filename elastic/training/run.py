@@ -181,14 +181,14 @@ class Run:
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         shuffle: bool = True,
+        window: int | None = None,
         name: str = "data",
     ) -> GlobalLoader:
         """This rank's part of each global batch, from where the loader of this name stands.
 
-        `global_batch` and `micro_batch` are in samples. The order of samples is a function of seed
-        and epoch alone, and the global batch is the same at any world size. `count_tokens(batch)`
-        gives the valid tokens of one micro-batch, `pad(batch)` one without any. Each of several
-        loaders needs a `name`, by which a checkpoint knows where it stands.
+        `global_batch` and `micro_batch` are in samples. The order is a function of seed and epoch,
+        in a `window` of so many blocks where the dataset tells them. `count_tokens(batch)` gives
+        the valid tokens of a micro-batch, `pad(batch)` one without. Checkpoints know it by `name`.
 
         Raises:
             ValueError: see `GlobalLoader`.
@@ -205,6 +205,7 @@ class Run:
             world_size=self.data_size,
             num_workers=num_workers,
             shuffle=shuffle,
+            window=window,
             collate=collate,
             pad=pad,
             count_tokens=count_tokens,

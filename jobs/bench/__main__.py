@@ -126,6 +126,19 @@ def _intervals(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _data(options: argparse.Namespace) -> dict[str, Any]:
+    from jobs.bench.loading import Bench, table
+
+    bench = (
+        Bench(num_repeats=2, num_files=2, groups_per_file=4)
+        if options.quick
+        else Bench(num_repeats=options.repeats)
+    )
+    result = bench.run(_say)
+    print(table(result))
+    return result
+
+
 def _say(line: str) -> None:
     print(line, flush=True)
 
@@ -179,14 +192,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     page.set_defaults(run=_page, check=_nothing_to_check)
 
+    data = _add_data(commands)
     intervals = _add_intervals(commands)
 
-    for command in (recovery, growth, preemption, overhead, page, intervals):
+    for command in (recovery, growth, preemption, overhead, page, data, intervals):
         command.add_argument(
             "--quick", action="store_true", help="smaller and less sure: a check that it works"
         )
         json_flag.add_to(command)
     return parser
+
+
+def _add_data(commands: Any) -> argparse.ArgumentParser:
+    data: argparse.ArgumentParser = commands.add_parser(
+        "data", help="tokens a second out of a loader, against a plain scan of the same files"
+    )
+    data.add_argument("--repeats", type=_positive, default=5, metavar="N")
+    data.set_defaults(run=_data, check=_nothing_to_check)
+    return data
 
 
 def _add_intervals(commands: Any) -> argparse.ArgumentParser:
