@@ -137,6 +137,10 @@ def _end_with(parent: Any) -> None:
     os._exit(1)
 
 
+# What was killed is gone at once, but for what the machine does beside.
+_KILLED_S = 5.0
+
+
 def end_loader_processes(batches: Iterator[Any], patience_s: float = 0.5) -> None:
     """Ends the processes of a torchdata iterator, killing those still reading after `patience_s`.
 
@@ -161,7 +165,7 @@ def end_loader_processes(batches: Iterator[Any], patience_s: float = 0.5) -> Non
         timer.cancel()
     kill()  # those that an exception out of the signal handler kept torch from waiting for
     for worker in workers:
-        worker.join(patience_s)
+        worker.join(_KILLED_S)
 
 
 def _let_go_of_network_sockets() -> None:

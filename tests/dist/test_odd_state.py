@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from elastic.storage.checkpoints import Manifest
 from tests.dist.odd_run import OddRun, check_alive

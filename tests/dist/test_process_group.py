@@ -1,4 +1,4 @@
-"""Joining and leaving a generation: no port is chosen early, and no peer is asked on the way out."""
+"""Joining and leaving a generation: no port is chosen early, and nobody is asked on the way out."""
 
 from __future__ import annotations
 

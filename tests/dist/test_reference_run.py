@@ -107,6 +107,7 @@ def check_what_the_ledger_tells(one: str, three: str, many: str) -> None:
         assert (told["agree"], told["num_steps"]) == (True, UNTIL)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_loader_processes_change_with_the_size(tmp_path: Path) -> None:
     """B34 B39: 8 items and 12 in a step, so that each step is in more than one pass."""

@@ -101,5 +101,3 @@ def test_the_same_size_continues_every_stream(tmp_path: Path) -> None:  # B24
     parts = [run_ranks(life, 2, path, until) for until in (2, 3, 5)]
     for rank in range(2):
         assert {step: row for found in parts for step, row in found[rank].items()} == whole[rank]
-
-

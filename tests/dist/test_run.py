@@ -18,7 +18,7 @@ def worst(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) / max(abs(a), abs(b)) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-5)])
 def test_three_to_two_to_three(tmp_path: Path, optimizer: str, dtype: str, tolerance: float):
     whole = Recipe(root=f"{tmp_path}/whole", until=60, optimizer=optimizer, dtype=dtype)

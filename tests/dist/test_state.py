@@ -347,7 +347,7 @@ def averages_of_shards(rank: int, world_size: int) -> None:
     model = small()
     shards = {n: p.to_local().clone() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
     tracked = TrackedState(model=model, ema={"shadow": shards})
-    with pytest.raises(ValueError, match="shape of this rank's shard of 'layers.0.weight'"):
+    with pytest.raises(ValueError, match=r"shape of this rank's shard of 'layers\.0\.weight'"):
         tracked.capture()
 
 
