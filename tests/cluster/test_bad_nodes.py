@@ -115,6 +115,7 @@ def strike(job: Job, node_id: str) -> None:
     wait_for("steps after it", lambda: steps_after(job, died.time_s + 5.0))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_its_node_is_left_out_until_it_is_allowed(three_nodes: LocalCluster, tmp_path: Path):
     flags = (*FLAGS, "--num-workers", "1:3", "--node-strikes", "2")

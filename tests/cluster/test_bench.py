@@ -63,6 +63,7 @@ def directories() -> set[Path]:
     return set(Path("/tmp").glob("bench-*"))
 
 
+@pytest.mark.thorough
 def test_quick_recovery_writes_what_checks_rely_on(mark: str, tmp_path: Path) -> None:
     before = directories()
     path = tmp_path / "deeper" / "recovery.json"

@@ -33,6 +33,7 @@ def traces() -> set[str]:
     return {str(path) for path in [*found, *Path("/tmp").glob("bench-*")]}
 
 
+@pytest.mark.thorough
 def test_a_node_whose_link_is_cut_is_lost_and_another_takes_its_place() -> None:
     with namespaced_cluster(num_nodes=2) as cluster:
         lost, kept = cluster.node_ids

@@ -30,6 +30,7 @@ def test_a_bug_that_comes_again_at_its_step_ends_the_run_with_a_report(
     assert decided[0].data["evidence"].startswith("ValueError: bad sample")
 
 
+@pytest.mark.thorough
 def test_a_size_that_runs_out_of_cuda_memory_is_left_for_another(
     connected: LocalCluster, tmp_path: Path
 ):

@@ -15,6 +15,7 @@ from tests.cluster.local_cluster import Fit, LocalCluster, wait_for
 SLOW_S = 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_each_is_counted_once_and_no_two_generations_step_at_once(  # B84
     connected: LocalCluster, tmp_path: Path

@@ -61,7 +61,8 @@ def steps_after(job: Job, time_s: float) -> bool:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_that_takes_too_long_is_left_behind(
     three_nodes: LocalCluster, tmp_path: Path, rank: int
 ):

@@ -48,6 +48,7 @@ def test_each_way_to_hang_is_told_and_ended(connected: LocalCluster, tmp_path: P
     assert not is_running(int((tmp_path / "run" / "child").read_text()))  # B70
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_slow_is_not_hung(connected: LocalCluster, tmp_path: Path):  # B82
     slow_s = LIMIT_S + 1.5

@@ -68,12 +68,11 @@ def test_the_jobs_supervisor_is_killed(one_node: LocalCluster, tmp_path: Path): 
         ray.shutdown()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_the_head_is_killed(  # B73, B74, B75
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_thorough: bool
+    tmp_path: Path,
 ):
-    if not is_thorough:  # else as long as a run that was told nothing waits for a head
-        monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
     with started(num_nodes=2) as old, Job(old, tmp_path, "run", *FLAGS, *ENDLESS) as job:
         job.wait_for_commit(3)
         ranks = [rank["pid"] for rank in job.ranks()]

@@ -52,6 +52,7 @@ def test_one_too_many_is_let_go_before_its_end_can_pass_for_a_death():
     assert to_end(gone, leaving, Mesh(), there) == {1, 3} and len(leaving) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_a_tensor_parallel_run_loses_a_worker_and_grows_by_a_whole_group(
     connected: LocalCluster, tmp_path: Path

@@ -76,6 +76,7 @@ def test_what_was_trained_is_saved(three_nodes: LocalCluster, tmp_path: Path, ki
         nothing_left(pids)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_a_save_under_way_is_no_hindrance(three_nodes: LocalCluster, tmp_path: Path):
     """Saves that take 10 s: what counts is the checkpoint before, and the run says so."""

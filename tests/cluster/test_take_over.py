@@ -89,6 +89,7 @@ def test_one_that_is_killed_again_and_again_ends_the_run(
     wait_until_nothing_is_left()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_killed_after_success_it_has_succeeded(connected: LocalCluster, tmp_path: Path):  # B74
     with Job(connected, tmp_path, "done", *FLAGS) as job:
