@@ -331,8 +331,8 @@ class Driver:
         return (wants or bool(now.draining)) and not self._lookout.is_looking
 
     def _record_progress(self) -> None:
-        now, latest = self._situation, self._words.latest
-        data = {**latest, "state": str(now.phase)}
+        now = self._situation
+        data = {**self._words.latest, "state": str(now.phase)}
         self._record(Record(kind="progress", generation=now.generation, step=now.step, data=data))
 
     # --- performing ------------------------------------------------------------------------------

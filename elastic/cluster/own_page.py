@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from urllib.parse import quote
 
-from elastic.policy.addresses import Address, is_any
+from elastic.policy.addresses import Address, in_url
 
 logger = logging.getLogger("elastic")
 
@@ -84,8 +84,7 @@ class OwnPage:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = socket.create_server((host, address.port), family=family, backlog=64)
         self._host, port = host, self._listening.getsockname()[1]
-        shown = socket.gethostname() if is_any(host) else host
-        shown = f"[{shown}]" if ":" in shown else shown
+        shown = in_url(host, socket.gethostname())
         self._woken, self._wake = socket.socketpair()
         self.url = f"http://{shown}:{port}/runs/{quote(self._name, safe='')}"
         threading.Thread(target=self._serve, name="elastic-own-page", daemon=True).start()

@@ -51,6 +51,12 @@ def is_number(host: str) -> bool:
     return True
 
 
+def in_url(host: str, machine: str) -> str:
+    """As a browser is given it; `machine` is the name of one that listens on all its addresses."""
+    shown = machine if is_any(host) else host
+    return f"[{shown}]" if ":" in shown else shown
+
+
 def is_any(host: str) -> bool:
     """Whether it stands for all addresses of the machine."""
     return is_number(host) and ipaddress.ip_address(host).is_unspecified

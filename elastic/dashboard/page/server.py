@@ -19,7 +19,7 @@ from aiohttp import web
 
 from elastic.dashboard.page.guard import Guard
 from elastic.dashboard.page.routes import application
-from elastic.policy.addresses import is_any, is_loopback
+from elastic.policy.addresses import in_url, is_any, is_loopback
 from elastic.storage.filesystem import Filesystem
 
 LOOPBACK = "127.0.0.1"
@@ -72,8 +72,7 @@ class PageServer:
     @property
     def url(self) -> str:
         """Where a browser finds the page, with the token if there is one."""
-        host = socket.gethostname() if is_any(self._host) else self._host
-        host = f"[{host}]" if ":" in host else host
+        host = in_url(self._host, socket.gethostname())
         query = f"?token={quote(self._token, safe='')}" if self._token else ""
         return f"http://{host}:{self._port}/{query}"
 

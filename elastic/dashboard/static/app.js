@@ -8,13 +8,6 @@ const main = document.getElementById("main");
 const link = document.getElementById("link");
 const where = document.getElementById("where");
 
-// A token in the address is in the cookie by now, and must not stay in the history.
-const address = new URL(location.href);
-if (address.searchParams.has("token")) {
-  address.searchParams.delete("token");
-  history.replaceState(null, "", address);
-}
-
 const matched = /^\/runs\/([^/]+)$/.exec(location.pathname);
 const api = matched ? `/api/runs/${matched[1]}` : "/api";
 const draw = matched ? drawRun(main, api) : drawList(main);
