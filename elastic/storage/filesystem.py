@@ -10,7 +10,6 @@ import re
 from typing import BinaryIO
 
 from elastic.storage.local_store import LocalStore
-from elastic.storage.object_store import ObjectStore
 from elastic.storage.store import Entry, Store
 
 __all__ = ["Entry", "Filesystem"]
@@ -42,6 +41,8 @@ class Filesystem:
         if not scheme:
             return cls(LocalStore(), "/" + "/".join(_root_parts(path, url)))
         path = "/".join(_object_parts(path, url))
+        from elastic.storage.object_store import ObjectStore  # fsspec takes as long as all of ours
+
         try:
             return cls(ObjectStore(scheme), path)
         except (ImportError, ValueError) as error:

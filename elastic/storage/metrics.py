@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -218,17 +218,27 @@ def _read_rows(fs: Filesystem, known: dict[str, pa.Table] | None = None) -> pa.T
             found.append(([int(number or 0) for number in matched.groups()], entry.name))
     names = [name for _, name in sorted(found)]
     fresh = [name for name in names if name not in known]
-    # Threads pay where a file is waited for; on a local disk they stand in each other's way.
-    with ThreadPoolExecutor(1 if fs.is_local else _NUM_PARALLEL_READS) as pool:
-        read = pool.map(lambda name: _read_segment(fs, f"{_DIR}/{name}"), fresh)
-        known.update(zip(fresh, read, strict=True))
+    known.update(zip(fresh, _read_segments(fs, fresh), strict=True))
     tables = [known[name] for name in names]
     return pa.concat_tables(tables) if tables else _SCHEMA.empty_table()
 
 
+def _read_segments(fs: Filesystem, names: Sequence[str]) -> list[pa.Table]:
+    def read(name: str) -> pa.Table:
+        return _read_segment(fs, f"{_DIR}/{name}")
+
+    # Threads pay where a file is waited for; on a local disk they stand in each other's way.
+    if fs.is_local:
+        return [read(name) for name in names]
+    with ThreadPoolExecutor(_NUM_PARALLEL_READS) as pool:
+        return list(pool.map(read, names))
+
+
 def _read_segment(fs: Filesystem, path: str) -> pa.Table:
     # `read_table` would import pandas.
-    table = pq.ParquetFile(pa.BufferReader(fs.read_bytes(path))).read()
+    table = pq.ParquetFile(pa.BufferReader(fs.read_bytes(path))).read(use_threads=False)
     version = (table.schema.metadata or {}).get(b"format_version", b"0")
     check_format(f"metrics {path}", int(version), FORMAT_VERSION)
+    if table.schema == _SCHEMA:
+        return table
     return table.select(_SCHEMA.names).cast(_SCHEMA)
