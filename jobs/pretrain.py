@@ -25,6 +25,7 @@ from jobs.pretrain_arguments import (
     check,
     hang_limits,
     identity_of,
+    mesh,
     mtbf_s,
     parser,
     storage_of,
@@ -40,8 +41,8 @@ def train(run: elastic.Run) -> None:
     """The training function: called once per generation, on every rank."""
     import torch
     from torch.distributed.fsdp import fully_shard
-    from torch.nn.utils import clip_grad_norm_
 
+    from elastic import clip_grad_norm_
     from elastic.training.parquet import ParquetTokens
     from jobs.model import ModelConfig, build, loss_sum
     from jobs.text import ensure_tokens
@@ -56,8 +57,8 @@ def train(run: elastic.Run) -> None:
     dtype = getattr(torch, config["dtype"])
     model = build(ModelConfig(**config["model"]), seed=run.seed, device=run.device, dtype=dtype)
     for layer in model.layers:
-        fully_shard(layer, mesh=run.mesh)
-    fully_shard(model, mesh=run.mesh)
+        fully_shard(layer, mesh=run.data_mesh)
+    fully_shard(model, mesh=run.data_mesh)
     if config["optimizer"] == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(
             model.parameters(), lr=config["lr"], momentum=0.9
@@ -176,6 +177,7 @@ def _train_under_torchrun(
             trust_foreign=arguments.trust_foreign,
             on_status=None if arguments.quiet else Progress(arguments.steps),
             place=place,
+            mesh=mesh(arguments),
         )
     except NotStarted:
         return 1  # rank 0 has the cause, and tells it
@@ -263,6 +265,7 @@ def _trainer(
             node_strikes=arguments.node_strikes,
             notices=arguments.notices or "auto",
             page=arguments.page,
+            mesh=mesh(arguments),
         ),
     )
 

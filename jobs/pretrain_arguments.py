@@ -13,6 +13,7 @@ from elastic.cluster.notices.sources import checked
 from elastic.importing import collector_paused
 from elastic.policy.durations import parse_duration_s
 from elastic.policy.hangs import HangLimits
+from elastic.policy.mesh import Mesh
 from elastic.policy.saves import AUTO, SaveInterval
 
 DEFAULT_STORAGE = Path("~/elastic-runs").expanduser()
@@ -33,6 +34,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         default="1:2",
         metavar="N|MIN:MAX",
         help="with a range it goes on with what is left (default 1:2)",
+    )
+    found.add_argument(
+        "--shard",
+        type=int,
+        metavar="N",
+        help="workers that hold one copy of the state, replicated by all others (default: all)",
     )
     found.add_argument("--global-batch", type=int, default=32, help="samples per step")
     found.add_argument("--micro-batch", type=int, default=8, help="samples per forward")
@@ -205,6 +212,7 @@ def _check_values(arguments: argparse.Namespace) -> None:
     """Raises `InvalidInput` for what can only be read wrongly."""
     hang_limits(arguments)
     mtbf_s(arguments)
+    mesh(arguments)
     try:
         SaveInterval.parse(arguments.save_every)
         checked(arguments.notices or "auto")
@@ -225,6 +233,18 @@ def hang_limits(arguments: argparse.Namespace) -> HangLimits | None:
         return HangLimits(step_s=parse_duration_s(arguments.hang_limit, bare_unit="s"))
     except ValueError as error:
         raise InvalidInput(f"--hang-limit: {error}") from error
+
+
+def mesh(arguments: argparse.Namespace) -> Mesh:
+    """How `--shard` lays the workers out.
+
+    Raises:
+        InvalidInput: no group can be so.
+    """
+    try:
+        return Mesh(shard=arguments.shard)
+    except ValueError as error:
+        raise InvalidInput(f"--shard: {error}") from error
 
 
 def mtbf_s(arguments: argparse.Namespace) -> float | None:

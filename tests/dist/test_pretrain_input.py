@@ -52,6 +52,10 @@ def test_hang_limit_that_is_none(capsys):
     assert "--hang-limit" in said and "'soon'" in said
 
 
+def test_replicas_of_no_worker(capsys):
+    assert "--shard" in refused(capsys, "--shard", "0")
+
+
 def test_storage_that_would_be_shipped_or_is_relative(capsys):
     assert "absolute" in refused(capsys, "--storage", "runs")
     assert "ships" in refused(capsys, "--storage", str(Path.cwd() / "runs"))

@@ -37,7 +37,8 @@ from tests.dist.undisturbed import undisturbed
 def test_ranks_killed_then_another_size(tmp_path: Path) -> None:
     flags = (*SMALL, "--storage", f"{tmp_path}/runs", "--save-every", "5")
     run = tmp_path / "runs/broken"
-    with torchrun(2, *flags, "--name", "broken", "--steps", "60") as process:
+    replicated = ("--name", "broken", "--steps", "60", "--shard", "1")
+    with torchrun(2, *flags, *replicated) as process:
         for victim, after in ((1, 10), (0, 30)):
             wait_for(lambda after=after: committed(run) >= after, process)
             os.kill(ranks_of(process.pid)[victim], signal.SIGKILL)
@@ -56,6 +57,7 @@ def test_ranks_killed_then_another_size(tmp_path: Path) -> None:
     assert "Traceback" not in err  # a rank that lost its peer says so in one line
     status = read_status(Filesystem.at(str(run)), load(run), now_s=time.time())
     assert (status.state, status.restarts, status.step) == ("FINISHED", 2, 60)
+    assert load(run).operational["mesh"] == str(Mesh(shard=1))
 
     goes_on = (*flags, "--name", "broken", "--steps", "70", "--json", f"{tmp_path}/broken.json")
     with torchrun(1, *goes_on, "--quiet") as process:
