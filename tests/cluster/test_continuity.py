@@ -32,6 +32,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_killed_at_the_same_size_not_a_bit_differs(three_nodes: LocalCluster, tmp_path: Path):
     flags = (*FLAGS, "--optimizer", "sgd", "--dtype", "float32")

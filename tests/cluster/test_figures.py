@@ -80,6 +80,7 @@ def answers(url: str) -> bool:
     return True
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_b88_a_kill_is_told_everywhere_with_the_ledgers_figures(
     connected: LocalCluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]

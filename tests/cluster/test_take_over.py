@@ -104,6 +104,7 @@ def test_killed_after_success_it_has_succeeded(connected: LocalCluster, tmp_path
     wait_until_nothing_is_left()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_what_the_ranks_had_started_goes_too(connected: LocalCluster, tmp_path: Path):  # B73
     marks = tmp_path / "marks"
