@@ -9,15 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import BinaryIO
 
+from elastic.storage.chunk_digests import ChunkCheck
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.format import UnsupportedFormat, check_format
 from elastic.storage.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     MARKER,
+    WHOLE,
     FileDigest,
     Manifest,
     parse,
@@ -190,23 +193,39 @@ def digest_problem(
 ) -> str:
     """What is wrong with the bytes of `file` in the directory `path`, "" if nothing.
 
-    Reads the file to its end, and tells the size of each piece; what that raises ends the reading.
-    Trouble in reading raises, except that the file is missing.
+    Reads the file to its end, or to the end of the first bad chunk, and tells the size of each
+    piece; what that raises ends the reading. Trouble in reading raises, except that the file is
+    missing.
     """
     size = fs.size(f"{path}/{file.path}")
     if size != file.bytes:
         return _size_problem(file, size)
     try:
         with fs.open_input(f"{path}/{file.path}") as stream:
-            digest = hashlib.sha256()
-            while piece := stream.read(_PIECE_BYTES):
-                digest.update(piece)
-                if tell_bytes is not None:
-                    tell_bytes(len(piece))
+            pieces = _pieces(stream, tell_bytes or (lambda num_bytes: None))
+            return _chunk_problem(file, pieces) if file.chunk_bytes else _whole(file, pieces)
     except FileNotFoundError:
         return _size_problem(file, None)
-    found = f"sha256:{digest.hexdigest()}"
+
+
+def _pieces(stream: BinaryIO, tell_bytes: Callable[[int], None]) -> Iterator[bytes]:
+    while piece := stream.read(_PIECE_BYTES):
+        yield piece
+        tell_bytes(len(piece))
+
+
+def _whole(file: FileDigest, pieces: Iterator[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    found = f"{WHOLE}{digest.hexdigest()}"
     return "" if found == file.digest else f"{file.path}: expected {file.digest}, found {found}"
+
+
+def _chunk_problem(file: FileDigest, pieces: Iterator[bytes]) -> str:
+    check = ChunkCheck(file)
+    problems = (check.update(piece) for piece in pieces)
+    return next((problem for problem in problems if problem), "") or check.end()
 
 
 def _size_problem(file: FileDigest, size: int | None) -> str:
@@ -242,4 +261,4 @@ def home(step: int) -> str:
 
 def sha256(data: bytes) -> str:
     """`sha256:<hex>` of the bytes."""
-    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+    return f"{WHOLE}{hashlib.sha256(data).hexdigest()}"

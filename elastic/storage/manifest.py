@@ -13,19 +13,28 @@ from typing import Any
 
 from elastic.storage.format import check_format
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 MARKER = "_COMPLETE"
 REASON = "REASON"
+WHOLE, CHUNKED = "sha256:", "xxh3_128:"
+CHUNK_DIGEST_HEX = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileDigest:
-    """One file of a checkpoint: path relative to the checkpoint, size, and `sha256:<hex>`."""
+    """One file of a checkpoint: path relative to the checkpoint, size, and digest.
+
+    A small file, and each one in a manifest of version 1, has `sha256:<hex>` of its bytes. A large
+    one has digests by chunk: `chunk_bytes` is the size of all chunks but the last, `chunk_digests`
+    has 32 hex digits for each, and `digest` is `xxh3_128:<hex>` of these digests' bytes.
+    """
 
     path: str
     bytes: int
     digest: str
+    chunk_bytes: int = 0
+    chunk_digests: str = ""
 
     def __post_init__(self) -> None:
         parts = self.path.split("/")
@@ -35,11 +44,32 @@ class FileDigest:
             REASON,
         ):
             raise ValueError(f"a checkpoint cannot hold a file at {self.path!r}")
-        if self.bytes < 0 or not self.digest.startswith("sha256:"):
+        kind = CHUNKED if self.chunk_bytes else WHOLE
+        if self.bytes < 0 or self.chunk_bytes < 0 or not self.digest.startswith(kind):
             raise ValueError(
-                f"file {self.path!r} needs a size and a digest sha256:<hex>, "
+                f"file {self.path!r} needs a size and a digest {kind}<hex>, "
                 f"found {self.bytes!r} bytes and {self.digest!r}"
             )
+        expected = self.num_chunks * CHUNK_DIGEST_HEX
+        if len(self.chunk_digests) != expected:
+            raise ValueError(
+                f"file {self.path!r} of {self.bytes} bytes in chunks of {self.chunk_bytes} needs "
+                f"{expected} hex digits of digests, found {len(self.chunk_digests)}"
+            )
+
+    @property
+    def num_chunks(self) -> int:
+        """Of a file that is digested by chunk; 0 for one that is digested whole."""
+        return -(-self.bytes // self.chunk_bytes) if self.chunk_bytes else 0
+
+    def chunk_range(self, index: int) -> tuple[int, int]:
+        """Offsets of the chunk's first byte and of the one after its last."""
+        start = index * self.chunk_bytes
+        return start, min(start + self.chunk_bytes, self.bytes)
+
+    def chunk_digest(self, index: int) -> str:
+        """The chunk's digest, in hex."""
+        return self.chunk_digests[index * CHUNK_DIGEST_HEX :][:CHUNK_DIGEST_HEX]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ ray.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import pickle
 from collections.abc import Mapping
@@ -24,6 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from elastic.storage.chunk_digests import ChunkDigester
+from elastic.storage.completeness import sha256
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import FileDigest
 
@@ -94,8 +95,7 @@ class ShardWriter(StorageWriter):
 
     def _write_file(self, name: str, data: bytes) -> None:
         self._fs.write_bytes(name, data)
-        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        self.written.append(FileDigest(path=name, bytes=len(data), digest=digest))
+        self.written.append(FileDigest(path=name, bytes=len(data), digest=sha256(data)))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         assert checkpoint_id is None, "the path is given at construction"
@@ -123,7 +123,7 @@ class _DigestingStream:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._hash = hashlib.sha256()
+        self._digester = ChunkDigester()
         self._bytes = 0
         self._gathered = bytearray()
 
@@ -148,8 +148,7 @@ class _DigestingStream:
     def digest(self, name: str) -> FileDigest:
         """Of all that was written, now passed on to the file."""
         self._pass_on()
-        digest = f"sha256:{self._hash.hexdigest()}"
-        return FileDigest(path=name, bytes=self._bytes, digest=digest)
+        return self._digester.file(name)
 
     def _pass_on(self) -> None:
         if self._gathered:
@@ -158,7 +157,7 @@ class _DigestingStream:
 
     def _emit(self, data: Any) -> None:
         self._file.write(data)
-        self._hash.update(data)
+        self._digester.update(data)
 
 
 def _plain_error(error: Exception) -> RuntimeError:

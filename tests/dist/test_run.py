@@ -77,9 +77,9 @@ def test_bad_newest_checkpoint_is_passed_by_once(tmp_path: Path, kind: str):  # 
     quarantined = [e for e in read_ledger(Filesystem.at(recipe.root)) if "quarantined" in e.kind]
     if kind == "flipped":  # the others are not complete, which needs no reading of bytes
         assert len(quarantined) == 1 and quarantined[0].step == 20
-        assert "expected sha256:" in quarantined[0].reason
+        assert "expected xxh3_128:" in quarantined[0].reason
         aside = Path(recipe.root, "checkpoints/quarantine")
-        assert "sha256" in next(aside.glob("step-20-*/REASON")).read_text()
+        assert "xxh3_128" in next(aside.glob("step-20-*/REASON")).read_text()
 
 
 def damage(path: Path, kind: str) -> None:

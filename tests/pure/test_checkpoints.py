@@ -328,15 +328,15 @@ def test_a_newer_format_is_refused_by_name_and_not_passed_by(catalog: Catalog) -
     save(catalog, 10)
     save(catalog, 20)
     path = f"{catalog.data_path(20)}/manifest.json"
-    text = catalog.fs.read_bytes(path).replace(b'"format_version": 1', b'"format_version": 2')
+    text = catalog.fs.read_bytes(path).replace(b'"format_version": 2', b'"format_version": 3')
     catalog.fs.write_bytes(path, text)
-    message = r"manifest has format version 2, this program reads up to 1"
+    message = r"manifest has format version 3, this program reads up to 2"
     for ask in (catalog.complete_steps, catalog.highest):
         with pytest.raises(UnsupportedFormat, match=message):
             ask()
     with pytest.raises(UnsupportedFormat, match=message):
         catalog.manifest(20)
-    assert "format version 2" in catalog.inspect(20).reason
+    assert "format version 3" in catalog.inspect(20).reason
     below = catalog.highest(below=20)
     assert below is not None
     assert below.step == 10
