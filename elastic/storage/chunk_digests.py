@@ -13,7 +13,7 @@ import xxhash
 
 from elastic.storage.manifest import CHUNK_DIGEST_HEX, CHUNKED, FileDigest
 
-__all__ = ["CHUNK_BYTES", "ChunkCheck", "ChunkDigester", "chunk_problem"]
+__all__ = ["CHUNK_BYTES", "ChunkCheck", "ChunkDigester", "difference"]
 
 CHUNK_BYTES = 16 << 20
 
@@ -88,21 +88,15 @@ class ChunkCheck:
 
     def _compared(self) -> str:
         for index in range(self._num_checked, len(self._digester.digests)):
-            problem = _difference(self._file, index, self._digester.digests[index])
+            problem = difference(self._file, index, self._digester.digests[index])
             if problem:
                 return problem
             self._num_checked += 1
         return ""
 
 
-def chunk_problem(file: FileDigest, index: int, data: Any) -> str:
-    """What is wrong with `data`, all the bytes of that chunk of `file`, "" if nothing."""
-    digest = xxhash.xxh3_128()
-    digest.update(data)
-    return _difference(file, index, digest.hexdigest())
-
-
-def _difference(file: FileDigest, index: int, found: str) -> str:
+def difference(file: FileDigest, index: int, found: str) -> str:
+    """What to say of a chunk of `file` with the digest `found`, "" if it is the right one."""
     expected = file.chunk_digest(index)
     if found == expected:
         return ""

@@ -185,7 +185,7 @@ class Pointer:
 def size_problems(manifest: Manifest, sizes: dict[str, int]) -> list[str]:
     """The manifest's files that are missing or of another size, given the sizes found by path."""
     found = ((file, sizes.get(file.path)) for file in manifest.files)
-    return [_size_problem(file, size) for file, size in found if size != file.bytes]
+    return [size_problem(file, size) for file, size in found if size != file.bytes]
 
 
 def digest_problem(
@@ -199,13 +199,13 @@ def digest_problem(
     """
     size = fs.size(f"{path}/{file.path}")
     if size != file.bytes:
-        return _size_problem(file, size)
+        return size_problem(file, size)
     try:
         with fs.open_input(f"{path}/{file.path}") as stream:
             pieces = _pieces(stream, tell_bytes or (lambda num_bytes: None))
             return _chunk_problem(file, pieces) if file.chunk_bytes else _whole(file, pieces)
     except FileNotFoundError:
-        return _size_problem(file, None)
+        return size_problem(file, None)
 
 
 def _pieces(stream: BinaryIO, tell_bytes: Callable[[int], None]) -> Iterator[bytes]:
@@ -228,7 +228,8 @@ def _chunk_problem(file: FileDigest, pieces: Iterator[bytes]) -> str:
     return next((problem for problem in problems if problem), "") or check.end()
 
 
-def _size_problem(file: FileDigest, size: int | None) -> str:
+def size_problem(file: FileDigest, size: int | None) -> str:
+    """What to say of a file of that size, None if there is none; it is not the manifest's."""
     if size is None:
         return f"{file.path} is missing"
     return f"{file.path}: expected {file.bytes} bytes, found {size}"

@@ -76,6 +76,13 @@ class Filesystem:
         """A seekable stream to read from; the caller closes it. Raises `FileNotFoundError`."""
         return self.store.open_input(self._full(path))
 
+    def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        """So many bytes from `start` on, fewer where the file ends; one request on an object store.
+
+        Raises `FileNotFoundError`.
+        """
+        return self.store.read_range(self._full(path), start, num_bytes)
+
     def write_bytes(self, path: str, data: bytes) -> None:
         """Replaces the file at once and durably, parents made.
 

@@ -27,6 +27,11 @@ class LocalStore:
         with _loops_are_missing():
             return open(path, "rb")
 
+    def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        with self.open_input(path) as file:
+            file.seek(start)
+            return file.read(num_bytes)
+
     def list(self, path: str) -> list[Entry]:
         try:
             scan = os.scandir(path)

@@ -28,6 +28,10 @@ class ObjectStore:
     def open_input(self, path: str) -> BinaryIO:
         return cast(BinaryIO, self._fs.open(path, "rb"))
 
+    def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        data: bytes = self._fs.cat_file(path, start=start, end=start + num_bytes)
+        return data
+
     def list(self, path: str) -> list[Entry]:
         try:
             found = self._fs.ls(path, detail=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.training.loading import LoadFailed, Restored, load, verify_share
+from elastic.training.loading import LoadFailed, Restored, load, unchecked, verify_share
 from elastic.training.part import StateMismatch, describe
 from elastic.training.saving import AsyncSaver, SaveHandle, WriteFailed
 from elastic.training.shard_reader import CheckpointCorrupt
@@ -17,5 +17,6 @@ __all__ = [
     "WriteFailed",
     "describe",
     "load",
+    "unchecked",
     "verify_share",
 ]

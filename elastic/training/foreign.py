@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from elastic.storage.checkpoints import Catalog, Manifest
 from elastic.storage.completeness import DIR, STEP_NAME
 from elastic.storage.filesystem import Filesystem
+from elastic.storage.manifest import WHOLE, FileDigest
 from elastic.storage.run_file import RUN_FILE, RunFile, load_run_file
+from elastic.storage.verified_file import VerifiedFile
 from elastic.training.loading import agree, read_tensors, verify_share
 from elastic.training.part import NOTHING, Mismatch, StateMismatch, shape_and_dtype
 from elastic.training.shard_reader import CheckpointCorrupt, ShardReader
@@ -128,7 +130,8 @@ def _load(source: Source, state: TrackedState, rank: int, world_size: int) -> No
     reader: ShardReader = _Unvouched(fs, source.path, [])
     if source.manifest:
         files = Manifest.from_json(source.manifest).files
-        problems = verify_share(fs, source.path, files, rank, world_size)
+        whole = [file for file in files if not file.chunk_bytes and file.path != METADATA]
+        problems = verify_share(fs, source.path, whole, rank, world_size)
         if problems:
             raise CheckpointCorrupt(source.path, "; ".join(problems))
         reader = ShardReader(fs, source.path, files)
@@ -142,9 +145,14 @@ class _Unvouched(ShardReader):
         return self._fs.read_bytes(f"{self._path}/{name}")
 
     @contextmanager
-    def _reading(self, name: str) -> Iterator[BinaryIO]:
-        with self._fs.open_input(f"{self._path}/{name}") as stream:
-            yield stream
+    def _open(self, name: str) -> Iterator[VerifiedFile]:
+        size = self._fs.size(f"{self._path}/{name}")
+        if size is None:
+            raise FileNotFoundError(f"{self._path}/{name} in {self._fs.url} is missing")
+        with VerifiedFile(
+            self._fs, self._path, FileDigest(path=name, bytes=size, digest=WHOLE)
+        ) as file:
+            yield file
 
 
 # --- names ---------------------------------------------------------------------------------------

@@ -25,9 +25,10 @@ from elastic.training import jsonable
 from elastic.training.part import StateMismatch
 from elastic.training.saving import STATE, rank_file
 from elastic.training.shard_reader import CheckpointCorrupt, ShardReader
+from elastic.training.shard_writer import METADATA
 from elastic.training.state import TrackedState
 
-__all__ = ["LoadFailed", "Restored", "agree", "load", "read_tensors", "verify_share"]
+__all__ = ["LoadFailed", "Restored", "agree", "load", "read_tensors", "unchecked", "verify_share"]
 
 
 class LoadFailed(Exception):
@@ -60,8 +61,9 @@ def load(
 ) -> Restored:
     """Restores `tracked` in place from the directory `path`; the same outcome on every rank.
 
-    Every rank of the group calls it; without a group, this process loads by itself. The manifest
-    vouches for the plain files; call `verify_share` before, to know that the shards are sound too.
+    Every rank of the group calls it; without a group, this process loads by itself. What a rank
+    reads is checked as it reads it; of an older manifest, call `verify_share` before with the files
+    that `unchecked` names.
 
     Raises `StateMismatch` if the checkpoint does not fit, before anything has changed on the ranks
     that see it; `CheckpointCorrupt` if its bytes are bad, and then some tensors may have changed;
@@ -77,6 +79,17 @@ def load(
     agree(problem, path, process_group)
     assert restored is not None
     return restored
+
+
+def unchecked(manifest: Manifest, world_size: int) -> list[FileDigest]:
+    """The files that `load` on that many ranks would not check while it reads them.
+
+    Those of an older manifest that have one digest for all their bytes, and what is kept for ranks
+    that there will not be.
+    """
+    num_ranks = min(world_size, manifest.world_size)
+    checked = {METADATA, STATE, *(rank_file(rank) for rank in range(num_ranks))}
+    return [file for file in manifest.files if not file.chunk_bytes and file.path not in checked]
 
 
 def verify_share(

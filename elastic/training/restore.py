@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic.storage.checkpoints import Catalog
-from elastic.training.checkpoint import CheckpointCorrupt, Restored, load, verify_share
+from elastic.training.checkpoint import CheckpointCorrupt, Restored, load, unchecked, verify_share
 from elastic.training.coordinator import Coordinator, NoSoundCheckpoint
 from elastic.training.foreign import load_weights
 from elastic.training.membership import Membership
@@ -83,9 +83,8 @@ def restore(
         _gather(_wait_until_visible(catalog, step, visible_s), control, CheckpointNotVisible)
         manifest, path = catalog.manifest(step), catalog.data_path(step)
         on_size(sum(file.bytes for file in manifest.files) // member.world_size)
-        problems = verify_share(
-            catalog.fs, path, manifest.files, member.world_rank, member.world_size
-        )
+        files = unchecked(manifest, member.world_size)
+        problems = verify_share(catalog.fs, path, files, member.world_rank, member.world_size)
         bad = _gather(problems, control)
         if not bad:
             try:

@@ -5,33 +5,39 @@ Nothing is unpickled that the manifest has not vouched for. Must not import ray.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from elastic.storage.checkpoints import digest_problem
+from elastic.storage.completeness import digest_problem, sha256
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import FileDigest
+from elastic.storage.verified_file import CheckpointCorrupt, VerifiedFile
 from elastic.training.shard_writer import METADATA
+from elastic.training.wanted import Wanted, fill, narrow, shared_out
 
 __all__ = ["CheckpointCorrupt", "ShardReader"]
+
+_NUM_THREADS = 2
+_NUM_REQUESTS = 8
 
 _PICKLED = {
     "collections": {"OrderedDict"},
@@ -52,18 +58,6 @@ _PICKLED = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-
-
-class CheckpointCorrupt(Exception):
-    """The bytes of a checkpoint are not those that were saved: it is to be quarantined."""
-
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__(path, problem)
-        self.path = path
-        self.problem = problem
-
-    def __str__(self) -> str:
-        return f"the checkpoint at {self.path} is damaged: {self.problem}"
 
 
 class ShardReader(StorageReader):
@@ -88,7 +82,7 @@ class ShardReader(StorageReader):
             data = self._fs.read_bytes(f"{self._path}/{name}")
         except FileNotFoundError:
             raise CheckpointCorrupt(self._path, f"{name} is missing") from None
-        found = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        found = sha256(data)
         if found != file.digest:
             raise CheckpointCorrupt(
                 self._path,
@@ -105,12 +99,16 @@ class ShardReader(StorageReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        def place(item: ReadItem) -> tuple[str, int]:
-            info = self._storage[item.storage_index]
-            return info.relative_path, info.offset
-
-        for name, items in groupby(sorted(plan.items, key=place), key=lambda item: place(item)[0]):
-            self._read_file(name, list(items), planner)
+        """Fills the live tensors, several parts of the plan at a time, each in a thread."""
+        targets = [planner.resolve_tensor(item).detach() for item in plan.items]
+        self._fill(
+            [
+                self._wanted(item.storage_index, item.storage_offsets, item.lengths, target)
+                for item, target in zip(plan.items, targets, strict=True)
+            ]
+        )
+        for item, target in zip(plan.items, targets, strict=True):
+            planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -122,68 +120,83 @@ class ShardReader(StorageReader):
         return [self._file(name) for name in sorted(held)]
 
     def read_tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One whole tensor in this process's memory, of that dtype, whatever shards it lies in.
-
-        Needs its size in memory and that of its largest shard, or once its size where both are one.
-        """
+        """One whole tensor in this process's memory, of that dtype, whatever shards it lies in."""
         metadata = self.read_metadata()
         entry = metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata), name
-        target: torch.Tensor | None = None
-        for chunk in entry.chunks:
-            info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            shard = self._read_shard(info)
-            if shard.shape == entry.size and shard.dtype == dtype:
-                return shard
-            target = torch.empty(entry.size, dtype=dtype) if target is None else target
-            part = target
-            for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                part = part.narrow(dim, offset, length)
-            part.copy_(shard)
-            del shard  # else the next one would be read while this one is still held
         held = sum(chunk.sizes.numel() for chunk in entry.chunks)
         if held != entry.size.numel():
             raise CheckpointCorrupt(
                 self._path, f"{name!r} has {entry.size.numel()} values, its shards hold {held}"
             )
-        return torch.empty(entry.size, dtype=dtype) if target is None else target
+        target = torch.empty(entry.size, dtype=dtype)
+        self._fill(
+            [
+                self._wanted(
+                    MetadataIndex(name, chunk.offsets),
+                    [0] * len(chunk.sizes),
+                    chunk.sizes,
+                    narrow(target, chunk.offsets, chunk.sizes),
+                )
+                for chunk in entry.chunks
+            ]
+        )
+        return target
 
-    def _read_shard(self, info: _StorageInfo) -> torch.Tensor:
-        with self._reading(info.relative_path) as stream:
-            return _load(stream, info)
+    def _wanted(
+        self,
+        index: MetadataIndex,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        target: torch.Tensor,
+    ) -> Wanted:
+        metadata = self.read_metadata()
+        entry = metadata.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata), index
+        return Wanted(
+            info=metadata.storage_data[index],
+            shape=_chunk(entry, index).sizes,
+            dtype=entry.properties.dtype,
+            offsets=offsets,
+            lengths=lengths,
+            target=target,
+        )
 
-    def _read_file(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
-        with self._reading(name) as stream:
-            for item in items:
-                self._read_item(item, stream, planner)
+    def _fill(self, wanted: Sequence[Wanted]) -> None:
+        at_once = _NUM_THREADS if self._fs.is_local else _NUM_REQUESTS
+        shares = shared_out(wanted, at_once)
+        if len(shares) < 2:
+            for share in shares:
+                self._read_share(share)
+            return
+        with ThreadPoolExecutor(len(shares), "elastic-read") as pool:
+            reads = [pool.submit(self._read_share, share) for share in shares]
+            try:
+                for read in reads:
+                    read.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _read_share(self, share: Sequence[Wanted]) -> None:
+        for name, ones in groupby(share, key=lambda one: one.info.relative_path):
+            with self._open(name) as file:
+                fill(file, list(ones))
 
     @contextmanager
-    def _reading(self, name: str) -> Iterator[BinaryIO]:
-        file = self._file(name)
+    def _open(self, name: str) -> Iterator[VerifiedFile]:
+        digest = self._file(name)
         try:
-            with self._fs.open_input(f"{self._path}/{name}") as stream:
-                yield stream
-        except FileNotFoundError:
-            raise CheckpointCorrupt(self._path, f"{name} is missing") from None
-        except OSError:
+            with VerifiedFile(self._fs, self._path, digest) as file:
+                yield file
+        except (OSError, CheckpointCorrupt):
             raise
         except Exception as error:
             # Damage makes torch.load raise almost anything; so do other things. The digest knows.
-            problem = digest_problem(self._fs, self._path, file)
+            problem = "" if digest.chunk_bytes else digest_problem(self._fs, self._path, digest)
             if problem:
                 raise CheckpointCorrupt(self._path, problem) from error
             raise
-
-    def _read_item(self, item: ReadItem, stream: BinaryIO, planner: LoadPlanner) -> None:
-        tensor = _load(stream, self._storage[item.storage_index])
-        for dim, (offset, length) in enumerate(
-            zip(item.storage_offsets, item.lengths, strict=True)
-        ):
-            tensor = tensor.narrow(dim, offset, length)
-        target = planner.resolve_tensor(item).detach()
-        assert target.shape == tensor.shape, f"{item.storage_index} into {target.shape}"
-        target.copy_(tensor)
-        planner.commit_tensor(item, target)
 
     def _file(self, name: str) -> FileDigest:
         if name not in self._files:
@@ -209,14 +222,10 @@ class ShardReader(StorageReader):
         return False
 
 
-def _load(stream: BinaryIO, info: _StorageInfo) -> torch.Tensor:
-    part = _Slice(stream, info.offset, info.length)
-    tensor: torch.Tensor = torch.load(
-        part,  # type: ignore[arg-type]
-        map_location="cpu",
-        weights_only=True,
-    )
-    return tensor
+def _chunk(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
+    if index.index is not None and entry.chunks[index.index].offsets == index.offset:
+        return entry.chunks[index.index]
+    return next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -231,34 +240,3 @@ class _Unpickler(pickle.Unpickler):
             f"{METADATA} asks for {module}.{name}, which is no part of a checkpoint's metadata: "
             "it was not written by this program, or by one for another version of torch"
         )
-
-
-class _Slice(io.RawIOBase):
-    """`length` bytes of a stream from `start` on, as a file of their own."""
-
-    def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
-        self._stream = stream
-        self._start = start
-        self._length = length
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        self._position = max(0, origin + offset)
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
-        self._stream.seek(self._start + self._position)
-        count: int = self._stream.readinto(view)  # type: ignore[attr-defined]
-        self._position += count
-        return count

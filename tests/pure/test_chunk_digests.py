@@ -9,7 +9,7 @@ import random
 import pytest
 import xxhash
 
-from elastic.storage.chunk_digests import CHUNK_BYTES, ChunkCheck, ChunkDigester, chunk_problem
+from elastic.storage.chunk_digests import CHUNK_BYTES, ChunkCheck, ChunkDigester, difference
 from elastic.storage.completeness import digest_problem
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import FileDigest, Manifest
@@ -22,6 +22,10 @@ def digested(data: bytes, piece_bytes: int = 1 << 20, chunk_bytes: int = CHUNK) 
     for start in range(0, len(data), piece_bytes):
         digester.update(data[start : start + piece_bytes])
     return digester.file("shard")
+
+
+def chunk_problem(file: FileDigest, index: int, data: bytes) -> str:
+    return difference(file, index, xxhash.xxh3_128(data).hexdigest())
 
 
 def some_bytes(size: int) -> bytes:
