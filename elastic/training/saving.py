@@ -5,29 +5,29 @@ Must not import ray. Knows nothing of commits: a save makes files, others make t
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.tensor import DTensor
 
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import FileDigest
 from elastic.training import jsonable
 from elastic.training.shard_writer import ShardWriter
-from elastic.training.staging import HostStager, StagedShard
+from elastic.training.staging import HostStager, Staged
+from elastic.training.verdicts import FailedTogether, Verdicts
 
 __all__ = ["STATE", "AsyncSaver", "SaveHandle", "WriteFailed", "rank_file"]
 
 STATE = "state.json"
+# Training comes first where both want the processor; its own threads have 0.
+_NICENESS = 10
 
 
 def rank_file(world_rank: int) -> str:
@@ -51,7 +51,7 @@ class SaveHandle:
     """One save on its way. `stall_s` is how long `AsyncSaver.save` held the caller up."""
 
     def __init__(
-        self, path: str, future: Future[Any], writer: ShardWriter, stall_s: float, bytes: int
+        self, path: str, future: Future[None], writer: ShardWriter, stall_s: float, bytes: int
     ) -> None:
         self.path = path
         self.stall_s = stall_s
@@ -70,7 +70,7 @@ class SaveHandle:
         """
         error = self._future.exception(timeout_s)
         if error is not None:
-            raise WriteFailed(self.path, _reason(error)) from None
+            raise WriteFailed(self.path, str(error)) from None
         return list(self._writer.written)
 
 
@@ -82,9 +82,9 @@ class AsyncSaver:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self._group = process_group
+        self._verdicts = Verdicts(process_group)
         self._stager = HostStager()
-        self._future: Future[Any] | None = None
+        self._future: Future[None] | None = None
 
     def attach(self, process_group: dist.ProcessGroup | None) -> None:
         """Save with this group from now on; without one, as a process by itself.
@@ -95,7 +95,7 @@ class AsyncSaver:
             # Its thread may go on reading the staged copies for as long as it likes.
             self._stager = HostStager()
         self._future = None
-        self._group = process_group
+        self._verdicts = Verdicts(process_group)
 
     @property
     def in_flight(self) -> bool:
@@ -121,57 +121,64 @@ class AsyncSaver:
         """
         assert not self.in_flight, "the save before is still being written: wait, or skip this one"
         begun_s = time.monotonic()
-        planner = _Planner(self._stager)
-        files: dict[str, bytes] = {}
+        staged = self._stager.stage(tensors, rank)
+        problem, files = staged.problem, dict[str, bytes]()
         try:
             files[rank_file(rank)] = jsonable.dumps(dict(rank_plain), "rank_plain").encode()
             if rank == 0:
                 files[STATE] = jsonable.dumps(dict(plain), "plain").encode()
         except jsonable.NotPlain as error:
-            planner.problem = f"{type(error).__name__}: {error}"
+            problem = f"{type(error).__name__}: {error}"
         writer = ShardWriter(fs, path, rank, files)
-        # What is not sharded is rank 0's alone to write: chosen item by item, as DCP would, the
-        # mean and the variance of a norm could come from two ranks that do not agree.
-        ours = {n: t for n, t in tensors.items() if rank == 0 or isinstance(t, DTensor)}
-        response = dcp.async_save(
-            # One entry, since DCP logs twice for each before it even stages.
-            {"tensors": ours},
-            storage_writer=writer,
-            planner=planner,
-            process_group=self._group,
-            async_stager=self._stager,
-            no_dist=self._group is None,
-        )
-        self._future = cast("Future[Any]", response)
+        self._future = _in_background(_Write(writer, staged, problem, self._verdicts))
         stall_s = time.monotonic() - begun_s
-        return SaveHandle(path, self._future, writer, stall_s, self._stager.staged_bytes)
+        return SaveHandle(path, self._future, writer, stall_s, staged.layout.bytes)
 
 
-class _Planner(DefaultSavePlanner):
-    """DCP's planner, which also passes a problem of this rank on to all of them.
+class _Write:
+    """What is left of a save once all is copied."""
 
-    Planning is the first thing the ranks do together; a rank that stayed away from it would leave
-    the others waiting.
-    """
+    def __init__(
+        self, writer: ShardWriter, staged: Staged, problem: str, verdicts: Verdicts
+    ) -> None:
+        self._writer = writer
+        self._staged = staged
+        self._problem = problem
+        self._verdicts = verdicts
 
-    def __init__(self, stager: HostStager) -> None:
-        super().__init__()
-        self._stager = stager
-        self.problem = ""
-
-    def create_local_plan(self) -> SavePlan:
-        problem = self.problem or self._stager.problem
-        if problem:
-            raise RuntimeError(problem)
-        return super().create_local_plan()
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict[index.fqn]
-        return found.local if isinstance(found, StagedShard) else found
+    def __call__(self) -> None:
+        problem = self._problem
+        if not problem:
+            try:
+                self._writer.write(memoryview(self._staged.image))
+            except Exception as error:  # noqa: BLE001 - the other ranks hear of it
+                problem = f"{type(error).__name__}: {error}"
+        self._verdicts.reach(problem, self._staged.layout, self._writer.write_metadata)
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        causes = (f"rank {rank}: {found[0]}" for rank, found in error.failures.items())
-        return "; ".join(causes)
-    return f"{type(error).__name__}: {error}"
+def _in_background(write: _Write) -> Future[None]:
+    future: Future[None] = Future()
+
+    def run() -> None:
+        _step_back()
+        try:
+            write()
+        except FailedTogether as error:
+            future.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to
+            # As text: with its traceback the error would keep the memory that it met.
+            future.set_exception(FailedTogether(f"{type(error).__name__}: {error}"))
+        else:
+            future.set_result(None)
+
+    # A daemon, since a store that hangs must not keep the process from ending.
+    threading.Thread(target=run, name="elastic-write", daemon=True).start()
+    return future
+
+
+def _step_back() -> None:
+    """Gives this thread a lower priority than those of training."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
