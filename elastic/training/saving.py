@@ -121,7 +121,7 @@ class AsyncSaver:
         """
         assert not self.in_flight, "the save before is still being written: wait, or skip this one"
         begun_s = time.monotonic()
-        staged = self._stager.stage(tensors, rank)
+        staged = self._stager.stage(tensors, rank, self._verdicts.spares)
         problem, files = staged.problem, dict[str, bytes]()
         try:
             files[rank_file(rank)] = jsonable.dumps(dict(rank_plain), "rank_plain").encode()

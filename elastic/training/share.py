@@ -7,7 +7,7 @@ Each rank works out its own without asking the others. Must not import ray.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Piece", "share_of"]
+__all__ = ["Key", "Piece", "share_of"]
+
+Key = tuple[str, torch.Size]
+"""A piece by its tensor's name and its offsets in it, the same on every rank that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,10 @@ class Piece:
     chunk: ChunkStorageMetadata
     is_sharded: bool
 
+    @property
+    def key(self) -> Key:
+        return self.name, self.chunk.offsets
+
     def write_item(self) -> WriteItem:
         """As DCP's planner would have made it."""
         return WriteItem(
@@ -50,13 +57,13 @@ class Piece:
 
 @torch.no_grad()
 def share_of(
-    tensors: Mapping[str, torch.Tensor], rank: int
+    tensors: Mapping[str, torch.Tensor], rank: int, spares: Collection[Key] = ()
 ) -> tuple[list[Piece], list[torch.Tensor]]:
     """The pieces that are this rank's to write, and the live memory of each.
 
     What is not sharded is rank 0's alone: chosen item by item, the mean and the variance of a norm
-    could come from two ranks that do not agree. Of a part that several ranks hold alike one of
-    them writes it, in turn. Raises `ValueError` for a tensor that cannot be kept.
+    could come from two ranks that do not agree. Of a part that several ranks of a mesh hold alike
+    one of them writes it, in turn; `spares` are left out. Raises `ValueError` for a tensor that cannot be kept.
     """
     layouts: dict[Any, _Layout] = {}
     turns: dict[Any, _Turns] = {}
@@ -76,7 +83,7 @@ def share_of(
             local = tensor.detach()
             zeros = torch.Size([0] * local.dim())
             chunk, is_ours = ChunkStorageMetadata(offsets=zeros, sizes=local.shape), rank == 0
-        if not is_ours or chunk is None:
+        if not is_ours or chunk is None or (name, chunk.offsets) in spares:
             continue
         _check(name, local)
         is_sharded = isinstance(tensor, DTensor)

@@ -8,7 +8,7 @@ and process groups. Must not import ray.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from elastic.training.host_block import make_host_block
 from elastic.training.shard_image import Place, image_bytes, lay_out, places_for
-from elastic.training.share import Piece, share_of
+from elastic.training.share import Key, Piece, share_of
 
 __all__ = ["HostStager", "Layout", "Staged"]
 
@@ -74,10 +74,12 @@ class HostStager:
         self._wait()
         return self._block.nbytes
 
-    def stage(self, tensors: Mapping[str, torch.Tensor], rank: int) -> Staged:
-        """Copies of what this rank writes of them, complete when it returns."""
+    def stage(
+        self, tensors: Mapping[str, torch.Tensor], rank: int, spares: Collection[Key] = ()
+    ) -> Staged:
+        """Copies of what this rank writes of them, without the spares; complete when it returns."""
         try:
-            pieces, sources = share_of(tensors, rank)
+            pieces, sources = share_of(tensors, rank, spares)
             self._wait()
             if pieces != self._layout.pieces:
                 self._arrange(pieces, sources)

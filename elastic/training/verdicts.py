@@ -8,8 +8,9 @@ not import ray.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -22,22 +23,42 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from elastic.training.shard_image import Place
-from elastic.training.share import Piece
+from elastic.training.share import Key, Piece
 from elastic.training.staging import Layout
 
-__all__ = ["FailedTogether", "Verdicts", "metadata_of", "shard_file"]
+__all__ = ["FailedTogether", "Share", "Verdicts", "metadata_of", "shard_file", "spares_of"]
 
 
 class FailedTogether(Exception):
     """The save failed, on every rank; says which rank caused it."""
 
 
+class _DoesNotFit(ValueError):
+    """The ranks' shares do not make up the tensors."""
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What one rank has written, and where."""
+
+    pieces: Sequence[Piece]
+    places: Sequence[Place]
+
+
 @dataclass(frozen=True)
 class _Word:
-    """One rank's word on a save. `told` is None when its layout is the one it told last."""
+    """One rank's word on a save. `share` is None when it is the one it told last."""
 
     failure: str
-    told: tuple[Sequence[Piece], Sequence[Place]] | None
+    share: Share | None
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """`spares` by rank is what others write as well, None when nobody may leave anything out."""
+
+    failure: str = ""
+    spares: Mapping[int, frozenset[Key]] | None = field(default_factory=dict)
 
 
 def shard_file(world_rank: int) -> str:
@@ -50,9 +71,12 @@ class Verdicts:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
+        self._rank = 0 if group is None else group.rank()
         self._told: Layout | None = None
-        self._known: dict[int, tuple[Sequence[Piece], Sequence[Place]]] = {}
+        self._known: dict[int, Share] = {}
         self._metadata = b""
+        self.spares: frozenset[Key] = frozenset()
+        """Pieces that this rank need not write, since another one does."""
 
     def reach(self, failure: str, layout: Layout, write_metadata: Callable[[bytes], None]) -> None:
         """Returns when all ranks have written their files and rank 0 also the metadata.
@@ -60,28 +84,38 @@ class Verdicts:
         `failure` tells what went wrong on this rank, if anything did. Raises `FailedTogether` on
         all ranks alike, and whatever the group raises when a rank is gone.
         """
-        told = None if layout is self._told else (layout.pieces, layout.places)
-        words = self._gather(_Word(failure, None if failure else told))
-        verdict = self._broadcast(self._judge(words, write_metadata) if words else None)
-        if verdict:
-            raise FailedTogether(verdict)
+        is_known = bool(failure) or layout is self._told
+        words = self._gather(
+            _Word(failure, None if is_known else Share(layout.pieces, layout.places))
+        )
+        verdict = self._broadcast(self._judge(words, write_metadata) if words else _Verdict())
+        if verdict.spares is None:
+            self.spares = frozenset()
+        if verdict.failure:
+            raise FailedTogether(verdict.failure)
         self._told = layout
+        self.spares |= (verdict.spares or {}).get(self._rank, frozenset())
 
-    def _judge(self, words: Sequence[_Word], write_metadata: Callable[[bytes], None]) -> str:
-        """Empty when all is well. On rank 0 alone."""
+    def _judge(self, words: Sequence[_Word], write_metadata: Callable[[bytes], None]) -> _Verdict:
+        """On rank 0 alone."""
         failures = [f"rank {r}: {word.failure}" for r, word in enumerate(words) if word.failure]
         if failures:
-            return "; ".join(failures)
+            return _Verdict("; ".join(failures))
+        spares: dict[int, frozenset[Key]] = {}
         try:
-            news = {rank: word.told for rank, word in enumerate(words) if word.told is not None}
+            news = {rank: word.share for rank, word in enumerate(words) if word.share is not None}
             if news:
                 known = {**self._known, **news}
-                self._metadata = metadata_of(known)
+                spares = spares_of(known)
+                self._metadata = metadata_of(known, spares)
                 self._known = known
             write_metadata(self._metadata)
+        except _DoesNotFit as error:
+            # A rank may have left out what another one holds no longer.
+            return _Verdict(f"rank 0: {error}", None)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the verdict
-            return f"rank 0: {type(error).__name__}: {error}"
-        return ""
+            return _Verdict(f"rank 0: {type(error).__name__}: {error}")
+        return _Verdict(spares=spares)
 
     def _gather(self, word: _Word) -> list[_Word]:
         if self._group is None:
@@ -91,35 +125,62 @@ class Verdicts:
         dist.gather_object(word, words, group=self._group, group_dst=0)
         return words or []
 
-    def _broadcast(self, verdict: str | None) -> str:
+    def _broadcast(self, verdict: _Verdict) -> _Verdict:
         if self._group is None:
-            return verdict or ""
+            return verdict
         said = [verdict]
         dist.broadcast_object_list(said, group=self._group, group_src=0)
-        return said[0] or ""
+        return said[0]
 
 
-def metadata_of(shares: dict[int, tuple[Sequence[Piece], Sequence[Place]]]) -> bytes:
-    """DCP's `.metadata` of files that hold these shares, by rank.
+def spares_of(shares: Mapping[int, Share]) -> dict[int, frozenset[Key]]:
+    """By rank, the pieces that it has written and another one is to write from now on.
+
+    Ranks may hold the same without sharing a mesh. Whoever has the least to write has it.
+    """
+    holders: dict[Key, list[int]] = defaultdict(list)
+    sizes: dict[Key, int] = {}
+    for rank, share in sorted(shares.items()):
+        for piece, place in zip(share.pieces, share.places, strict=True):
+            holders[piece.key].append(rank)
+            sizes[piece.key] = place.length
+    bytes_of: Counter[int] = Counter()
+    for key, ranks in holders.items():
+        if len(ranks) == 1:
+            bytes_of[ranks[0]] += sizes[key]
+    spares: dict[int, set[Key]] = defaultdict(set)
+    for key, ranks in holders.items():
+        if len(ranks) > 1:
+            chosen = min(ranks, key=lambda rank: bytes_of[rank])
+            bytes_of[chosen] += sizes[key]
+            for rank in ranks:
+                if rank != chosen:
+                    spares[rank].add(key)
+    return {rank: frozenset(keys) for rank, keys in spares.items()}
+
+
+def metadata_of(shares: Mapping[int, Share], spares: Mapping[int, Collection[Key]]) -> bytes:
+    """DCP's `.metadata` of files that hold these shares, by rank, without regard to the spares.
 
     Raises `ValueError` when the shares do not make up every tensor.
     """
-    plans = [
-        SavePlan([piece.write_item() for piece in pieces])
-        for _, (pieces, _) in sorted(shares.items())
-    ]
+    plans, storage_data = [], []
+    for rank, share in sorted(shares.items()):
+        left_out = spares.get(rank, ())
+        items = []
+        for piece, place in zip(share.pieces, share.places, strict=True):
+            if piece.key not in left_out:
+                items.append(piece.write_item())
+                storage_data.append(_StorageInfo(shard_file(rank), place.start, place.length))
+        plans.append(SavePlan(items))
     plans, metadata = create_default_global_save_plan(plans)
-    problems = _validate_global_plan(plans, metadata)
-    if problems:
-        raise ValueError(
-            f"the ranks' shares do not make up the tensors: {'; '.join(problems[:3])}. "
+    if problems := _validate_global_plan(plans, metadata):
+        raise _DoesNotFit(
+            f"the ranks' parts do not make up the tensors: {'; '.join(problems[:3])}. "
             "Every rank has to track the same objects"
         )
-    storage: dict[Any, Any] = {}
-    for plan, (rank, (_, places)) in zip(plans, sorted(shares.items()), strict=True):
-        for item, place in zip(plan.items, places, strict=True):
-            storage[item.index] = _StorageInfo(shard_file(rank), place.start, place.length)
-    metadata.storage_data = storage
+    indices = [item.index for plan in plans for item in plan.items]
+    metadata.storage_data = dict(zip(indices, storage_data, strict=True))
     metadata.planner_data = {name: _path(name) for name in metadata.state_dict_metadata}
     metadata.version = CURRENT_DCP_VERSION
     metadata.storage_meta = StorageMeta()
