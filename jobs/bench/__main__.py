@@ -139,6 +139,19 @@ def _data(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _checkpoint(options: argparse.Namespace) -> dict[str, Any]:
+    from jobs.bench.checkpoint import QUICK_BYTES, Bench, table
+
+    bench = (
+        Bench(sizes=QUICK_BYTES, num_saves=2, num_loads=1, step_s=0.01)
+        if options.quick
+        else Bench(num_saves=options.saves)
+    )
+    result = bench.run(_say)
+    print(table(result))
+    return result
+
+
 def _say(line: str) -> None:
     print(line, flush=True)
 
@@ -194,8 +207,9 @@ def _parser() -> argparse.ArgumentParser:
 
     data = _add_data(commands)
     intervals = _add_intervals(commands)
+    checkpoint = _add_checkpoint(commands)
 
-    for command in (recovery, growth, preemption, overhead, page, data, intervals):
+    for command in (recovery, growth, preemption, overhead, page, data, intervals, checkpoint):
         command.add_argument(
             "--quick", action="store_true", help="smaller and less sure: a check that it works"
         )
@@ -210,6 +224,17 @@ def _add_data(commands: Any) -> argparse.ArgumentParser:
     data.add_argument("--repeats", type=_positive, default=5, metavar="N")
     data.set_defaults(run=_data, check=_nothing_to_check)
     return data
+
+
+def _add_checkpoint(commands: Any) -> argparse.ArgumentParser:
+    checkpoint: argparse.ArgumentParser = commands.add_parser(
+        "checkpoint", help="what a save costs training and a load takes, against DCP's own ways"
+    )
+    checkpoint.add_argument(
+        "--saves", type=_positive, default=10, metavar="N", help="in each way, at each size (10)"
+    )
+    checkpoint.set_defaults(run=_checkpoint, check=_nothing_to_check)
+    return checkpoint
 
 
 def _add_intervals(commands: Any) -> argparse.ArgumentParser:

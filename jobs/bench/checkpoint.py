@@ -1,0 +1,199 @@
+"""`bench checkpoint`: what a save costs training and what a load takes, DCP's own ways and ours.
+
+All ways alternate in one run, in the same processes on the same state. Must not import torch or
+elastic: the ranks do, in `checkpoint_saves` and `checkpoint_loads`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from jobs.bench.events import EventLog
+from jobs.bench.site import measurement_directory
+
+FULL_BYTES = (400_000_000, 1_500_000_000)
+QUICK_BYTES = (8_000_000, 16_000_000)
+NUM_RANKS, NUM_RANKS_BEFORE = 2, 3
+NONE, MEMCPY, OURS = "none", "memcpy", "elastic"
+PLAIN, REUSED = "dcp.async_save", "dcp.async_save.reused"
+WAYS = (NONE, MEMCPY, "dcp.save", PLAIN, REUSED, "dcp.async_save.process", OURS)
+DEADLINE_S = 600.0
+
+
+class MeasurementFailed(RuntimeError):
+    """A rank of the benchmark ended without its result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the ranks of one size are told. Each saves `num_saves` times in each way."""
+
+    directory: str
+    bytes_per_rank: int
+    num_saves: int
+    num_loads: int
+    step_s: float
+    ways: tuple[str, ...] = WAYS
+
+    @property
+    def log(self) -> EventLog:
+        return EventLog(Path(self.directory) / "events.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """`num_saves` saves in each way at each size; the first of each is thrown away beforehand."""
+
+    sizes: tuple[int, ...] = FULL_BYTES
+    num_saves: int = 10
+    num_loads: int = 5
+    step_s: float = 0.1
+
+    def run(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """The report, ready for JSON. Raises `MeasurementFailed` when a rank ends without it."""
+        return {"sizes": [self._at_size(size, say) for size in self.sizes]}
+
+    def _at_size(self, bytes_per_rank: int, say: Callable[[str], None]) -> dict[str, Any]:
+        say(f"{bytes_per_rank / 1e6:.0f} MB a rank, {NUM_RANKS} ranks: saves ...")
+        begun_s = time.monotonic()
+        with measurement_directory() as directory:
+            plan = Plan(
+                directory=str(directory),
+                bytes_per_rank=bytes_per_rank,
+                num_saves=self.num_saves,
+                num_loads=self.num_loads,
+                step_s=self.step_s,
+            )
+            _ranks("jobs.bench.checkpoint_saves", plan, NUM_RANKS, "save")
+            say(f"    loads, saved by {NUM_RANKS_BEFORE} ranks ... {_since(begun_s)}")
+            _ranks("jobs.bench.checkpoint_loads", plan, NUM_RANKS_BEFORE, "write")
+            _ranks("jobs.bench.checkpoint_loads", plan, NUM_RANKS, "read")
+            events = plan.log.read()
+        say(f"    done {_since(begun_s)}")
+        return report(bytes_per_rank, events)
+
+
+def _since(begun_s: float) -> str:
+    return f"after {time.monotonic() - begun_s:.0f} s"
+
+
+def _ranks(module: str, plan: Plan, num_ranks: int, what: str) -> None:
+    """Runs `module.main` on so many ranks, and returns when all have ended."""
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(
+            target=_rank, args=(module, asdict(plan), what, rank, num_ranks), daemon=False
+        )
+        for rank in range(num_ranks)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        _await(ranks, f"{what} at {plan.bytes_per_rank} bytes a rank")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _await(ranks: list[BaseProcess], what: str) -> None:
+    until_s = time.monotonic() + DEADLINE_S
+    for rank, process in enumerate(ranks):
+        process.join(max(0.0, until_s - time.monotonic()))
+        if process.exitcode != 0:
+            raise MeasurementFailed(
+                f"rank {rank} of `{what}` ended with {process.exitcode} (None: it had not ended "
+                f"after {DEADLINE_S:.0f} s); see its traceback above"
+            )
+
+
+def _rank(module: str, plan: dict[str, Any], what: str, rank: int, num_ranks: int) -> None:
+    import importlib
+
+    importlib.import_module(module).main(Plan(**plan), what, rank, num_ranks)
+
+
+def report(bytes_per_rank: int, events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON of one size, from what rank 0 has noted."""
+    saves = [event for event in events if event["event"] == "save"]
+    loads = [event for event in events if event["event"] == "load"]
+    blocking_s = {way: [e["blocking_s"] for e in saves if e["way"] == way] for way in WAYS}
+    added_s = {way: [e["added_s"] for e in saves if e["way"] == way] for way in WAYS}
+    names = list(dict.fromkeys(event["way"] for event in loads))
+    return {
+        "bytes_per_rank": bytes_per_rank,
+        "memcpy_s": median(blocking_s[MEMCPY]),
+        "save": {
+            way: {"blocking_s": blocking_s[way], "added_s": added_s[way]}
+            for way in WAYS
+            if way != MEMCPY and added_s[way]
+        },
+        "load_s": {name: [e["load_s"] for e in loads if e["way"] == name] for name in names},
+        "memcpy_raw_s": blocking_s[MEMCPY],
+        "step_s": median(event["step_s"] for event in saves),
+        "cpu_s": {
+            way: median(e["cpu_s"] for e in saves if e["way"] == way)
+            for way in WAYS
+            if added_s[way]
+        },
+        "ratios": ratios(blocking_s, added_s, {n: _of(loads, n) for n in names}),
+    }
+
+
+def _of(loads: list[dict[str, Any]], way: str) -> list[float]:
+    return [event["load_s"] for event in loads if event["way"] == way]
+
+
+def ratios(
+    blocking_s: dict[str, list[float]],
+    added_s: dict[str, list[float]],
+    load_s: dict[str, list[float]],
+) -> dict[str, float]:
+    """What is asked of us, as ratios of medians; `none_spread` is the middle half of the row
+    without saves, over the effect that is to be seen: plain async_save's added time less ours.
+    """
+    ours = median(added_s[OURS])
+    low, _, high = quantiles(added_s[NONE], n=4)
+    found = {
+        "blocking_over_memcpy": median(blocking_s[OURS]) / median(blocking_s[MEMCPY]),
+        "added_over_async_save": ours / median(added_s[PLAIN]),
+        "added_over_reused": ours / median(added_s[REUSED]),
+        "none_spread": (high - low) / abs(median(added_s[PLAIN]) - ours),
+    }
+    for suffix in ("", ".cold"):
+        if f"dcp.load{suffix}" in load_s:
+            found[f"load_over_dcp{suffix}"] = median(load_s[f"{OURS}{suffix}"]) / median(
+                load_s[f"dcp.load{suffix}"]
+            )
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """The report for a reader."""
+    return "\n\n".join(_table(size) for size in result["sizes"])
+
+
+def _table(size: dict[str, Any]) -> str:
+    lines = [
+        f"{size['bytes_per_rank'] / 1e6:.0f} MB a rank, steps of {size['step_s'] * 1e3:.0f} ms; "
+        f"medians in ms",
+        f"{'':24}{'blocking':>10}{'added':>10}{'middle half':>16}{'cpu':>10}",
+        f"{MEMCPY:24}{size['memcpy_s'] * 1e3:10.0f}",
+    ]
+    for way, row in size["save"].items():
+        low, _, high = quantiles(row["added_s"], n=4)
+        lines.append(
+            f"{way:24}{median(row['blocking_s']) * 1e3:10.0f}{median(row['added_s']) * 1e3:10.0f}"
+            f"{f'{low * 1e3:.0f} to {high * 1e3:.0f}':>16}{size['cpu_s'][way] * 1e3:10.0f}"
+        )
+    for name, taken_s in size["load_s"].items():
+        lines.append(f"load {name:19}{median(taken_s) * 1e3:10.0f}")
+    told = ", ".join(f"{name} {value:.2f}" for name, value in size["ratios"].items())
+    return "\n".join([*lines, f"ratios: {told}"])
