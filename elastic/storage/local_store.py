@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
+from elastic.storage.direct_file import DirectFile
 from elastic.storage.store import Entry
 
 
@@ -81,7 +82,7 @@ class LocalStore:
 
     def open_output(self, path: str) -> BinaryIO:
         self.make_dirs(os.path.dirname(path))
-        return cast(BinaryIO, _DurableWriter(io.FileIO(path, "wb")))
+        return cast(BinaryIO, _DurableWriter(DirectFile(path)))
 
     def open_append(self, path: str) -> BinaryIO:
         self.make_dirs(os.path.dirname(path))

@@ -212,7 +212,7 @@ class Saves:
         stall_s = time.monotonic() - begun_s
         self._reporter.moves(handle.staged_bytes)
         self._reporter.save_begun_s = begun_s
-        tensors = describe(captured.tensors)
+        tensors = describe(captured.tensors) if member.world_rank == 0 else {}
 
         def shard(files: Any = (), failure: str = "") -> Shard:
             return Shard(
@@ -225,7 +225,7 @@ class Saves:
                 files=tuple(files),
                 failure=failure,
                 counters=dict(counters),
-                tensors=tensors if member.world_rank == 0 else {},
+                tensors=tensors,
                 stall_s=stall_s,
                 write_s=time.monotonic() - begun_s,
             )

@@ -52,6 +52,7 @@ class Watch:
         self._control = control
         self._num_beside_ours = 3
         self._pauses: list[list[float]] = []
+        self._pauses_cpu_s: list[float] = []
         self.found: list[dict[str, Any]] = []
 
     def save(self, saver: Saver, way: str) -> None:
@@ -65,7 +66,7 @@ class Watch:
         while not is_over or num_steps < at_least:
             is_over = self._job.step(is_over=saver.is_over())
             num_steps += 1
-        took_s = time.perf_counter() - begun_s
+        took_s, cpu_s = time.perf_counter() - begun_s, _cpu_s() - cpu_s
         if way == OURS:
             self._num_beside_ours = num_steps
         self.found.append(
@@ -74,7 +75,7 @@ class Watch:
                 "blocking_s": self._longest(blocking_s),
                 "took_s": took_s,
                 "num_steps": num_steps,
-                "cpu_s": _cpu_s() - cpu_s,
+                "cpu_s": cpu_s,
                 "pause": len(self._pauses) - 1,
             }
         )
@@ -83,18 +84,25 @@ class Watch:
     def rest(self) -> None:
         """Steps without a save, which tell how long one takes now."""
         self._job.step(is_over=True)
-        steps_s = []
+        steps_s, cpu_s = [], _cpu_s()
         for _ in range(_STEPS_BETWEEN):
             begun_s = time.perf_counter()
             self._job.step(is_over=True)
             steps_s.append(time.perf_counter() - begun_s)
         self._pauses.append(steps_s)
+        self._pauses_cpu_s.append((_cpu_s() - cpu_s) / _STEPS_BETWEEN)
 
     def judged(self, found: dict[str, Any]) -> dict[str, Any]:
         """With what the save has added."""
-        step_s = median(self._pauses[found["pause"]] + self._pauses[found["pause"] + 1])
-        added_s = found["took_s"] - found["num_steps"] * step_s
-        return {**found, "step_s": step_s, "added_s": added_s}
+        pause = found["pause"]
+        step_s = median(self._pauses[pause] + self._pauses[pause + 1])
+        step_cpu_s = median(self._pauses_cpu_s[pause : pause + 2])
+        return {
+            **found,
+            "step_s": step_s,
+            "added_s": found["took_s"] - found["num_steps"] * step_s,
+            "cpu_added_s": found["cpu_s"] - found["num_steps"] * step_cpu_s,
+        }
 
     def _longest(self, seconds: float) -> float:
         longest = torch.tensor(seconds, dtype=torch.float64)
