@@ -253,6 +253,7 @@ def _trainer(
             save_every=arguments.save_every,
             mtbf=mtbf_s(arguments),
             save_behind=arguments.save_behind,
+            snapshot_every=arguments.snapshot_every,
             keep=arguments.keep,
             keep_every=arguments.keep_every,
             wait_for_capacity_s=arguments.wait_for_capacity,

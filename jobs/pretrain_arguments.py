@@ -106,6 +106,19 @@ def _add_saving(found: argparse.ArgumentParser) -> None:
         help="for auto: what you believe of the time between failures: hours, 8h (default), 30min",
     )
     found.add_argument("--save-behind", choices=("skip", "wait"), default="skip")
+    found.add_argument(
+        "--snapshot-every",
+        type=int,
+        metavar="STEPS",
+        help="keep a snapshot in the nodes' memories every so many steps (default: none)",
+    )
+    found.add_argument(
+        "--no-snapshots",
+        dest="snapshot_every",
+        action="store_const",
+        const=None,
+        help="keep none, whatever was said before",
+    )
     found.add_argument("--keep", type=int, default=3, help="newest checkpoints to keep; -1 all")
     found.add_argument("--keep-every", type=int, help="also keep steps divisible by this")
 

@@ -60,13 +60,21 @@ class Commits:
         """The result of `work`, done on the storage thread after all that was asked before."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    async def fence(self, generation: int) -> None:
+        """Fence off older generations, where this one needs no checkpoint to begin with."""
+        self._begin(generation)
+        self._protected = set()
+        await self.in_order(lambda: self._catalog.sweep(generation))
+
+    async def highest(self) -> int | None:
+        """The step of the highest complete checkpoint, protected from now on; None without any."""
+        found = await self.in_order(self._catalog.highest)
+        self._protected = set() if found is None else {found.step}
+        return None if found is None else int(found.step)
+
     async def open(self, generation: int) -> int | None:
         """Fence off older generations; the step that this one resumes, None if there is none."""
-        self._generation = generation
-        for attempt in self._attempts.values():
-            if not attempt.outcome.done():
-                attempt.outcome.set_result(_refused(f"generation {generation} has taken over"))
-        self._attempts = {}
+        self._begin(generation)
 
         def choose() -> int | None:
             self._catalog.sweep(generation)
@@ -76,6 +84,13 @@ class Commits:
         step: int | None = await self.in_order(choose)
         self._protected = set() if step is None else {step}
         return step
+
+    def _begin(self, generation: int) -> None:
+        self._generation = generation
+        for attempt in self._attempts.values():
+            if not attempt.outcome.done():
+                attempt.outcome.set_result(_refused(f"generation {generation} has taken over"))
+        self._attempts = {}
 
     async def choose(
         self, generation: int, past: Sequence[LedgerEvent], *, from_scratch: bool

@@ -26,13 +26,15 @@ from elastic.cluster.lookout import Lookout
 from elastic.cluster.rank_words import NO_WORD, RankWords
 from elastic.cluster.ray_internals import Controller, GroupMember
 from elastic.cluster.recovery import Recovery
+from elastic.cluster.resumption import Resumption
 from elastic.cluster.rounds import Rounds
+from elastic.cluster.snapshot_keepers import SnapshotKeepers
 from elastic.cluster.standstill import Standstill
 from elastic.cluster.training_failed import TrainingFailed
 from elastic.policy.budgets import ENDS
+from elastic.policy.coverage import Resume, Snapshot
 from elastic.policy.events import (
     Command,
-    Committed,
     Diagnose,
     End,
     EndRanks,
@@ -48,7 +50,6 @@ from elastic.policy.events import (
     StopGroup,
     StopRequested,
     Tick,
-    Unrecoverable,
     WorkerDied,
 )
 from elastic.policy.situation import FINAL, Phase, Situation
@@ -92,6 +93,17 @@ class Driver:
             tell=self._told_of_save,
             before_publishing=run.before_publishing,
         )
+        keepers = self._keepers = SnapshotKeepers(is_on=self._config.snapshots)
+        self._resumption = Resumption(
+            self._commits,
+            keepers,
+            run.past,
+            from_scratch=self._config.from_scratch,
+            committed_step=lambda: self._situation.committed_step,
+            post=self._post,
+            record=self._record,
+            spawn=self._spawn,
+        )
         self._kept_out = KeptOutNodes(self._config, run.past, record=self._record, post=self._post)
         self._group = Group(
             self._host,
@@ -101,6 +113,7 @@ class Driver:
             last_words=LastWords(run.filesystem),
             usable_nodes=self._kept_out.answering,
             notices=self._config.notices,
+            keepers=keepers,
         )
         self._standstill = Standstill(
             self._config.hangs, group=self._group, filesystem=run.filesystem, post=self._post
@@ -120,7 +133,7 @@ class Driver:
             post=self._post,
             record=self._record,
             on_connected=self._group.joined,
-            on_restored=self._commits.restored,
+            on_restored=self._resumption.restored,
             standstill=self._standstill,
             pacing=Pacing(run.cadence, record=self._record, order=self._order_interval),
         )
@@ -193,17 +206,13 @@ class Driver:
 
     async def step_back(self, generation: int, step: int, reason: str) -> tuple[int | None, str]:
         """The next older checkpoint than this bad one, or why there is none."""
-        kind = "checkpoint_quarantined"
-        self._record(Record(kind=kind, generation=generation, step=step, reason=reason))
-        older = await self._commits.step_back(step, reason)
-        if older is not None:
-            return older, ""
-        problem = (
-            f"no checkpoint with sound bytes is left; the last tried, step {step}: {reason}. "
-            "Restore the files from a copy, or start a new run under another name"
-        )
-        self._post(Unrecoverable(generation=generation, reason=problem))
-        return None, problem
+        return await self._resumption.step_back(generation, step, reason)
+
+    async def reject_snapshot(
+        self, generation: int, snapshot: Snapshot, reason: str
+    ) -> tuple[Resume | None, str]:
+        """What to resume in place of this snapshot, or why there is nothing."""
+        return await self._resumption.reject(generation, snapshot, reason)
 
     # --- the loop --------------------------------------------------------------------------------
 
@@ -238,7 +247,7 @@ class Driver:
     def _start_group(self, command: StartGroup) -> None:
         self._orders = Orders()
         self._words.begin(command.generation, command.world_size)
-        self._spawn(self._group.start(command, self._choose, self._told_of_start))
+        self._spawn(self._group.start(command, self._resumption.choose, self._told_of_start))
 
     def _reform(self, command: Reform) -> None:
         self._orders = Orders()
@@ -246,7 +255,7 @@ class Driver:
         self._spawn(
             self._group.reform(
                 command,
-                self._choose,
+                self._resumption.choose,
                 rules=self._config.rules,
                 on_regrouped=self._words.begin,
                 on_reformed=self._told_of_start,
@@ -337,13 +346,6 @@ class Driver:
 
     # --- performing ------------------------------------------------------------------------------
 
-    async def _choose(self, generation: int) -> int | None:
-        past, from_scratch = self._run.past, self._config.from_scratch
-        step = await self._commits.choose(generation, past, from_scratch=from_scratch)
-        if step is not None:
-            self._post(Committed(step=step))
-        return step
-
     async def _stop(self, generation: int) -> None:
         self._recovery.took("stop", await self._group.stop(generation))
 
@@ -376,6 +378,7 @@ class Driver:
             ended = self._group.on_thread(self._host.stop_group)
             await asyncio.wait_for(ended, _LATE_S if is_late else _CLOSED_S)
         self._group.agents.close()
+        self._keepers.close()
         await self._commits.in_order(self._run.metrics.flush)
         await asyncio.to_thread(self._run.close)
         failed = self._ended.outcome == "failed"

@@ -8,6 +8,7 @@ from typing import Any
 from elastic.cluster.driver import Driver
 from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.ray_internals import Controller
+from elastic.policy.coverage import Resume, Snapshot
 from elastic.training.coordinator import CommitResult, Shard
 
 
@@ -47,3 +48,9 @@ class DriverActor(Controller):
     async def step_back(self, generation: int, step: int, reason: str) -> tuple[int | None, str]:
         """Quarantine a checkpoint whose bytes are bad; the next older one, or why there is none."""
         return await self._driver.step_back(generation, step, reason)
+
+    async def reject_snapshot(
+        self, generation: int, snapshot: Snapshot, reason: str
+    ) -> tuple[Resume | None, str]:
+        """What to resume in place of a snapshot that cannot be loaded, or why there is nothing."""
+        return await self._driver.reject_snapshot(generation, snapshot, reason)

@@ -39,6 +39,8 @@ class DriverConfig:
     save: SaveInterval = SaveInterval()
     mtbf_s: float | None = None
     """The owner's mean time between failures, for an interval that is computed."""
+    snapshots: bool = False
+    """The nodes of the run keep snapshots in memory."""
     label_selector: dict[str, str] | None = None
     mix_accelerators: bool = False
     hangs: HangLimits | None = None

@@ -36,6 +36,8 @@ class ElasticConfig:
     `"8h"`, or a number of seconds. None takes 8 h, or less for thousands of workers."""
     save_behind: str = "skip"
     """`skip` (and count) or `wait` when a save is due while one is still being written."""
+    snapshot_every: int | None = None
+    """Steps from one snapshot in the memories of the nodes to the next; None takes none."""
     keep: int | None = None
     """Complete checkpoints to keep; -1 for all. None takes `CheckpointConfig.num_to_keep`, or 3."""
     keep_every: int | None = None
@@ -100,6 +102,11 @@ class ElasticConfig:
         checked(self.notices)
         check_loggers(self.loggers)
         own_page.checked(self.page, os.environ)
+        if self.snapshot_every is not None and self.snapshot_every < 1:
+            raise ValueError(
+                f"snapshot_every is at least 1 step, or None for no snapshots; found "
+                f"{self.snapshot_every}"
+            )
         if self.from_step is not None and self.from_step < 0:
             raise ValueError(f"from_step is the step of a checkpoint; found {self.from_step}")
         if self.from_step is not None and self.from_scratch:

@@ -23,9 +23,12 @@ from elastic.cluster import capacity, worker
 from elastic.cluster.commits import NothingToResume
 from elastic.cluster.last_words import LastWords
 from elastic.cluster.node_agents import NodeAgents, pids_by_node
+from elastic.cluster.places import places
 from elastic.cluster.polling import Polling, first_line
 from elastic.cluster.ray_internals import Controller, GroupMember, GroupStartError
+from elastic.cluster.snapshot_keepers import SnapshotKeepers
 from elastic.cluster.survivors import key, to_end
+from elastic.policy.coverage import Resume
 from elastic.policy.events import (
     Event,
     GroupStarted,
@@ -41,7 +44,6 @@ from elastic.policy.events import (
 )
 from elastic.policy.situation import Rules
 from elastic.training.coordinator import Orders
-from elastic.training.membership import Membership
 
 logger = logging.getLogger("elastic")
 
@@ -68,8 +70,9 @@ class Group:
         last_words: LastWords,
         usable_nodes: Callable[[], set[str]] = capacity.answering_nodes,
         notices: Sequence[str] = (),
+        keepers: SnapshotKeepers,
     ) -> None:
-        self._run_id, self._last_words = run_id, last_words
+        self._run_id, self._last_words, self.keepers = run_id, last_words, keepers
         self._usable_nodes = usable_nodes
         self._host = host
         self._post = post
@@ -105,7 +108,7 @@ class Group:
     async def start(
         self,
         command: StartGroup,
-        choose: Callable[[int], Awaitable[int | None]],
+        choose: Callable[[int], Awaitable[Resume]],
         on_started: Callable[..., None],
     ) -> None:
         """Start a generation: processes first, then `GroupStarted`, then every rank is told.
@@ -114,7 +117,7 @@ class Group:
         """
         generation = command.generation
         try:
-            resume_step = await choose(generation)
+            resume = await choose(generation)
             members = await self.on_thread(self._host.start_group, command.world_size)
         except GroupStartError as error:
             self._not_started(generation, error.reason, error.is_capacity)
@@ -131,9 +134,9 @@ class Group:
         for member, watch in zip(members, self._host.watches(), strict=True):
             self._spawn(self._watch(member, watch))
         self._adopt(members)
-        on_started(members, resume_step, **self._host.start_times_s())
+        on_started(members, resume.step, **self._host.start_times_s())
         self._post(GroupStarted(generation=generation, world_size=len(members)))
-        self._spawn(self._begin(generation, members, resume_step))
+        self._spawn(self._begin(generation, members, resume))
 
     def _not_started(self, generation: int, reason: str, is_capacity: bool) -> None:
         self.members = []
@@ -142,7 +145,7 @@ class Group:
     async def reform(
         self,
         command: Reform,
-        choose: Callable[[int], Awaitable[int | None]],
+        choose: Callable[[int], Awaitable[Resume]],
         *,
         rules: Rules,
         on_regrouped: Callable[[int, int], None],
@@ -157,7 +160,7 @@ class Group:
         self._generation = generation
         self._joined, self._all_joined = set(), asyncio.Event()
         try:
-            resume_step = await choose(generation)
+            resume = await choose(generation)
             leaving = [self.members[rank] for rank in command.without]
             self._gone |= {key(member) for member in leaving}
             chosen = functools.partial(to_end, self._gone, leaving, rules.mesh)
@@ -170,7 +173,7 @@ class Group:
                 raise GroupStartError(told, True)
             self._spawn(self._bury(leaving))
             on_regrouped(generation, len(members))
-            await self.on_thread(self._tell_ranks, generation, members, resume_step)
+            await self.on_thread(self._tell_ranks, generation, members, resume)
             await asyncio.wait_for(self._wait_for_all(), timeout=_REFORM_S)
         except TimeoutError:
             late = sorted(set(range(len(self.members))) - self._joined)
@@ -184,7 +187,7 @@ class Group:
             return
         if generation != self._generation:
             return
-        on_reformed(members, resume_step)
+        on_reformed(members, resume.step)
         self._post(GroupStarted(generation=generation, world_size=len(members)))
         await self._polling.until(generation, lambda: generation != self._generation)
 
@@ -227,11 +230,9 @@ class Group:
         if len(self._joined) >= len(self.members):
             self._all_joined.set()
 
-    async def _begin(
-        self, generation: int, members: list[GroupMember], resume_step: int | None
-    ) -> None:
+    async def _begin(self, generation: int, members: list[GroupMember], resume: Resume) -> None:
         try:
-            await self.on_thread(self._tell_ranks, generation, members, resume_step)
+            await self.on_thread(self._tell_ranks, generation, members, resume)
         except Exception as error:  # noqa: BLE001 - as above
             # Most likely rank 0 is gone, which its watch will tell; if not, the group is restarted.
             told = "could not be told its place"
@@ -239,29 +240,18 @@ class Group:
             return
         await self._polling.until(generation, lambda: generation != self._generation)
 
-    def _tell_ranks(
-        self, generation: int, members: list[GroupMember], resume_step: int | None
-    ) -> None:
+    def _tell_ranks(self, generation: int, members: list[GroupMember], resume: Resume) -> None:
         """Rank 0 binds the generation's store, then all ranks are told their place."""
         host = members[0].node_ip
         port = ray.get(self._host.call(0, worker.open_store, generation, host), timeout=_CALL_S)
         driver = ray.get_runtime_context().current_actor
         told = [
-            Membership(
-                run_id=self._run_id,
-                generation=generation,
-                world_rank=member.world_rank,
-                world_size=member.world_size,
-                local_rank=member.local_rank,
-                local_world_size=member.local_world_size,
-                node_rank=member.node_rank,
-                store_host=host,
-                store_port=port,
-                resume_step=resume_step,
+            (place, driver, self.keepers.told(member.node_id, members))
+            for place, member in zip(
+                places(self._run_id, generation, members, port, resume), members, strict=True
             )
-            for member in members
         ]
-        self._host.call_all(worker.post_member, [(member, driver) for member in told])
+        self._host.call_all(worker.post_member, told)
 
     async def stop(self, generation: int) -> float:
         """End every process of the generation; how long that took, in seconds."""
@@ -320,7 +310,9 @@ class Group:
         await asyncio.gather(*ends)
 
     def _adopt(self, members: list[GroupMember]) -> None:
-        self.agents.adopt(pids_by_node(members))
+        pids = pids_by_node(members)
+        self.keepers.start(pids)
+        self.agents.adopt(pids)
 
     # --- watching ------------------------------------------------------------------------------
 
@@ -345,6 +337,7 @@ class Group:
             await self._bury([member])
         else:
             self.agents.forget([member.node_id])
+            self.keepers.forget([member.node_id])
             detail = f"node {member.node_id[:12]} ({member.node_ip}) does not answer; {detail}"
         now = self._rank_of(member)
         if now is not None:  # a re-form that began meanwhile has counted on it

@@ -53,6 +53,7 @@ class RankWords:
         self._world_size = 0
         self._restored: set[int] = set()
         self._posted_step = -1
+        self._source = ""
         self.resumed_step = -1
         """Where the current generation began; -1 before all its ranks have said so."""
         self.latest: dict[str, Any] = dict(NO_WORD)
@@ -84,8 +85,12 @@ class RankWords:
         self.resumed_step = int(data["step"])
         self._on_restored()
         self._metrics.start(self._generation, self.resumed_step + 1, time.time())
+        self._source = data["source"]
         kind = "resumed" if data["resumed"] else "started"
-        self._record(Record(kind=kind, generation=self._generation, step=self.resumed_step))
+        told: dict[str, object] = {"source": self._source} if self._source else {}
+        self._record(
+            Record(kind=kind, generation=self._generation, step=self.resumed_step, data=told)
+        )
 
     def _on_first_step(self, rank: int, data: Data) -> None:
         if rank != 0:
@@ -102,6 +107,7 @@ class RankWords:
                 reason=self._recovery.reason,
                 data={
                     "lost_steps": lost_steps,
+                    "source": self._source,
                     "old_world_size": self._recovery.old_world_size,
                     "new_world_size": self._world_size,
                     "phases_s": found,
@@ -137,6 +143,23 @@ class RankWords:
 
     def _on_save_skipped(self, rank: int, data: Data) -> None:
         self._pacing.skipped(self._generation, int(data["step"]), data["since_s"])
+
+    def _on_snapshot_kept(self, rank: int, data: Data) -> None:
+        self.latest["snapshot_step"] = int(data["step"])
+
+    def _on_snapshot_skipped(self, rank: int, data: Data) -> None:
+        self.latest["snapshots_skipped"] = int(data["skipped"])
+
+    def _on_snapshot_failed(self, rank: int, data: Data) -> None:
+        self._record(
+            Record(
+                kind="snapshot_failed",
+                generation=self._generation,
+                world_rank=rank,
+                step=int(data["step"]),
+                reason=data["reason"],
+            )
+        )
 
     def _on_weights_loaded(self, rank: int, data: Data) -> None:
         if rank == 0:

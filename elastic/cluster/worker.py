@@ -22,6 +22,7 @@ with collector_paused():
 
     from elastic import versions
     from elastic.cluster import ray_internals
+    from elastic.cluster.memory_line import Keepers, Mapped, MemoryLine
     from elastic.policy.cause import is_victim
     from elastic.policy.culprits import RankLook
     from elastic.storage.checkpoints import Catalog
@@ -54,14 +55,15 @@ class _Mailbox:
         self._changed = threading.Condition()
         self._member: Membership | None = None
         self._driver: Any = None
+        self._keepers: Keepers | None = None
         self._orders: dict[int, Orders] = {}
         self._served = -1
         self.stores: dict[int, Any] = {}
         self.training_thread: inspection.TrainingThread | None = None
 
-    def post_member(self, member: Membership, driver: Any) -> None:
+    def post_member(self, member: Membership, driver: Any, keepers: Keepers | None) -> None:
         with self._changed:
-            self._member, self._driver = member, driver
+            self._member, self._driver, self._keepers = member, driver, keepers
             self._changed.notify_all()
         threading.Thread(target=self._wake, args=(member.generation,), daemon=True).start()
 
@@ -88,7 +90,7 @@ class _Mailbox:
         member = self._member
         return member is not None and member.generation > generation
 
-    def next_member(self, after: int) -> tuple[Membership, Any]:
+    def next_member(self, after: int) -> tuple[Membership, Any, Keepers | None]:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._member is not None and self._member.generation > after
@@ -96,15 +98,15 @@ class _Mailbox:
             assert self._member is not None
             self._served = self._member.generation
             self._changed.notify_all()
-            return self._member, self._driver
+            return self._member, self._driver, self._keepers
 
 
 _mailbox = _Mailbox()
 
 
-def post_member(member: Membership, driver: Any) -> None:
+def post_member(member: Membership, driver: Any, keepers: Keepers | None) -> None:
     """Called in the worker by the driver: the rank's place in a generation."""
-    _mailbox.post_member(member, driver)
+    _mailbox.post_member(member, driver, keepers)
 
 
 def post_orders(generation: int, orders: Orders) -> None:
@@ -178,15 +180,17 @@ class RayCoordinator:
 def serve(train: TrainFunction, config: TrainingConfig) -> None:
     """Call the user's function once for every generation this process belongs to."""
     kept: dict[str, Any] = {}
+    mapped = Mapped()
     log = RankLog(Filesystem.at(config.run_url))
     collector.settle()
     _mailbox.training_thread = inspection.TrainingThread.current()
     generation = -1
     while True:
-        member, driver = _mailbox.next_member(generation)
+        member, driver, keepers = _mailbox.next_member(generation)
         generation = member.generation
         log.switch(generation, member.world_rank)
-        _serve_one(train, config, member, RayCoordinator(driver, member), kept, log)
+        memory = None if keepers is None else MemoryLine(keepers, member, driver, mapped)
+        _serve_one(train, config, member, RayCoordinator(driver, member), kept, log, memory)
         _leave(kept)
 
 
@@ -197,10 +201,11 @@ def _serve_one(
     coordinator: RayCoordinator,
     kept: dict[str, Any],
     log: RankLog,
+    memory: MemoryLine | None,
 ) -> None:
     run: Run | None = None
     try:
-        run = _join(config, member, coordinator, kept)
+        run = _join(config, member, coordinator, kept, memory)
         train(run)
         run.finish()
         # The process may be ended as soon as its last word is heard.
@@ -241,6 +246,7 @@ def _join(
     member: Membership,
     coordinator: RayCoordinator,
     kept: dict[str, Any],
+    memory: MemoryLine | None,
 ) -> Run:
     versions.check("ray", "torch")  # of this node, which may differ from the driver's
     _tell_the_truth(member, config)
@@ -265,6 +271,7 @@ def _join(
         groups=groups,
         device=device,
         kept=kept,
+        memory=memory,
     )
 
 
@@ -292,7 +299,7 @@ def _tell_the_truth(member: Membership, config: TrainingConfig) -> None:
 def _local_checkpoint(member: Membership, config: TrainingConfig) -> str | None:
     """The directory that is resumed from, if it is one."""
     filesystem = Filesystem.at(config.run_url)
-    if member.resume_step is None or filesystem.local_root is None:
+    if member.resume_step is None or member.snapshot or filesystem.local_root is None:
         return None
     path = Catalog(filesystem, member.run_id).data_path(member.resume_step)
     return f"{filesystem.local_root}/{path}"

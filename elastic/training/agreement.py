@@ -24,13 +24,16 @@ class Agreement:
         last_step_s: float,
         group: dist.ProcessGroup,
         place: int = 0,
+        snapshot: tuple[bool, bool] = (True, False),
     ) -> None:
         """`last_step_s` is how long the step before took on this rank; 0 for the first.
 
-        `place` is to be the same on all ranks: see `is_same`.
+        `place` is to be the same on all ranks: see `is_same`. `snapshot`: whether this rank is
+        through with its part of the last one, and whether that part is kept.
         """
         took_ms = int(last_step_s * 1000)
         wants = [num_valid_tokens, num_samples, int(save), int(leave), took_ms, place]
+        wants += [int(snapshot[0]), int(snapshot[1])]
         self._world_size = dist.get_world_size(group)
         self._sums = torch.tensor(wants, dtype=torch.int64)
         self._work = dist.all_reduce(self._sums, group=group, async_op=True)
@@ -65,3 +68,11 @@ class Agreement:
     def is_same(self, place: int) -> bool:
         """Whether the place of this rank, as given, is the average; else some are elsewhere."""
         return self._value(5) == place * self._world_size
+
+    def snapshot_is_ended(self) -> bool:
+        """Whether every rank is through with its part of the last snapshot, for good or ill."""
+        return self._value(6) == self._world_size
+
+    def snapshot_is_kept(self) -> bool:
+        """Whether every rank's part of the last snapshot is kept: it is whole, if a node goes."""
+        return self._value(7) == self._world_size

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader
 
 from elastic.storage.checkpoints import digest_problem
 from elastic.storage.filesystem import Filesystem
@@ -50,6 +51,8 @@ class Restored:
 
     plain: Any
     rank_plain: Any | None
+    is_snapshot: bool = False
+    """It came from the memories of the nodes."""
 
 
 def load(
@@ -128,7 +131,7 @@ def _load(
     return Restored(plain=plain, rank_plain=rank_plain)
 
 
-def read_tensors(reader: ShardReader, targets: dict[str, torch.Tensor]) -> None:
+def read_tensors(reader: StorageReader, targets: dict[str, torch.Tensor]) -> None:
     """Fills these tensors, each with the saved one of its name, as much of it as lies here."""
     with warnings.catch_warnings():
         # no_dist is on purpose: no rank needs another to know which bytes it needs itself.

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.policy.coverage import Snapshot
 from elastic.policy.mesh import Mesh
 from elastic.policy.saves import SaveInterval
 
@@ -25,6 +26,8 @@ class Membership:
     store_port: int
     resume_step: int | None
     """The checkpoint that all ranks restore; None starts at step 0."""
+    snapshot: Snapshot | None = None
+    """What is restored in place of the checkpoint of that step, from the nodes' memories."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.world_rank < self.world_size, self
@@ -47,6 +50,8 @@ class TrainingConfig:
     """What to do when a save is due while one is being written: `skip` (and count) or `wait`."""
     max_save_failures: int = 3
     """Failed saves in a row after which the run fails."""
+    snapshot_every: int | None = None
+    """Steps from one snapshot in the nodes' memories to the next; None takes none."""
     collective_timeout_s: float = 1800.0
     commit_timeout_s: float = 600.0
     use_cuda: bool = False
@@ -62,6 +67,8 @@ class TrainingConfig:
             raise ValueError(f"max_save_failures is at least 1; found {self.max_save_failures}")
         if self.mtbf_s is not None and not 0 < self.mtbf_s < math.inf:
             raise ValueError(f"mtbf_s must be above 0 and finite; found {self.mtbf_s}")
+        if self.snapshot_every is not None and self.snapshot_every < 1:
+            raise ValueError(f"snapshot_every is at least 1 step; found {self.snapshot_every}")
         for name in ("collective_timeout_s", "commit_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0; found {getattr(self, name)}")

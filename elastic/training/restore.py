@@ -7,16 +7,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from elastic.storage.checkpoints import Catalog
-from elastic.training.checkpoint import CheckpointCorrupt, Restored, load, unchecked, verify_share
+from elastic.training.checkpoint import (
+    CheckpointCorrupt,
+    LoadFailed,
+    Restored,
+    load,
+    unchecked,
+    verify_share,
+)
 from elastic.training.coordinator import Coordinator, NoSoundCheckpoint
 from elastic.training.foreign import load_weights
 from elastic.training.membership import Membership
+from elastic.training.node_memory import NodeMemory, PieceLost
+from elastic.training.snapshot_reader import load_snapshot
 from elastic.training.state import TrackedState
+
+T = TypeVar("T")
 
 VISIBLE_S = 60.0
 _LOOK_AGAIN_S = 0.2
@@ -34,6 +47,7 @@ def begin(
     catalog: Catalog,
     coordinator: Coordinator,
     control: dist.ProcessGroup,
+    memory: NodeMemory | None = None,
     on_size: Callable[[int], None] = lambda _: None,
 ) -> Restored | None:
     """What was restored into `state`; None at step 0, where only foreign weights may be loaded.
@@ -41,6 +55,11 @@ def begin(
     `on_size` is told how many bytes this rank reads, before it does. Raises what `restore` and
     `load_weights` raise.
     """
+    if member.snapshot is not None:
+        assert memory is not None
+        member, restored = _from_memory(state, member, memory, control)
+        if restored is not None:
+            return restored
     if member.resume_step is not None:
         return restore(
             state,
@@ -54,6 +73,25 @@ def begin(
         source = load_weights(load_from, state, control)
         coordinator.notify("weights_loaded", {"from": source})
     return None
+
+
+def _from_memory(
+    state: TrackedState, member: Membership, memory: NodeMemory, control: dist.ProcessGroup
+) -> tuple[Membership, Restored | None]:
+    """What was restored from a snapshot; None, and the checkpoint to resume, if none can be.
+
+    A snapshot that no copy of is sound, or that cannot be read any more, is given up, and the
+    driver names what is next.
+    """
+    while (snapshot := member.snapshot) is not None:
+        name = f"the snapshot of step {snapshot.step}"
+        sources = memory.sources(snapshot)
+        try:
+            return member, load_snapshot(sources, name, state, control)
+        except (CheckpointCorrupt, PieceLost, LoadFailed) as error:
+            told = _decided(partial(memory.reject, snapshot, str(error)), member, control)
+        member = replace(member, resume_step=told.step, snapshot=told.snapshot)
+    return member, None
 
 
 def restore(
@@ -130,14 +168,25 @@ def _step_back(
     coordinator: Coordinator,
     control: dist.ProcessGroup,
 ) -> int:
+    def ask() -> int | None:
+        return coordinator.next_checkpoint(step, reason)
+
+    older = _decided(ask, member, control)
+    if older is None:
+        raise NoSoundCheckpoint(f"nothing is left below step {step}: {reason}")
+    return int(older)
+
+
+def _decided(ask: Callable[[], T], member: Membership, control: dist.ProcessGroup) -> T:
     """Rank 0 asks the driver, and all are told: one decision for the group."""
     answer: list[Any] = [None, ""]
     if member.world_rank == 0:
         try:
-            answer[0] = coordinator.next_checkpoint(step, reason)
+            answer[0] = ask()
         except NoSoundCheckpoint as error:
             answer[1] = str(error)
     dist.broadcast_object_list(answer, group_src=0, group=control)
-    if answer[0] is None:
+    if answer[1]:
         raise NoSoundCheckpoint(answer[1])
-    return int(answer[0])
+    found: T = answer[0]
+    return found

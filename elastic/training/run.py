@@ -26,17 +26,20 @@ from elastic.training.gradients import prepare_fsdp
 from elastic.training.loaders import Loaders
 from elastic.training.membership import Membership, TrainingConfig
 from elastic.training.meshes import check_sharding
+from elastic.training.node_memory import NodeMemory
 from elastic.training.process_group import Groups
 from elastic.training.reporter import Reporter
 from elastic.training.restore import begin
 from elastic.training.saves import Saves
 from elastic.training.shortcuts import LONG_STEP_S, Evaluation, Mark, Poll, evaluate, way_out
+from elastic.training.snapshots import Snapshots
 from elastic.training.state import TrackedState
 from elastic.training.step import Step
 from elastic.training.step_metrics import StepMetrics
 from elastic.training.until import Until
 
 T = TypeVar("T")
+_COUNTERS = ("step", "samples", "tokens", "epoch")
 
 
 class Run:
@@ -51,7 +54,9 @@ class Run:
         groups: Groups,
         device: torch.device,
         kept: dict[str, Any],
+        memory: NodeMemory | None = None,
     ) -> None:
+        """`memory` outlives this process; without it there are no snapshots."""
         self.config: dict[str, Any] = config.config
         """The user's own configuration (`train_loop_config`)."""
         self.seed = config.seed
@@ -87,17 +92,16 @@ class Run:
         self._metrics = StepMetrics(self._reporter, groups, member.world_rank)
         self._begun_s = time.monotonic()
         self._loaded_s: float | None = None
+        both: dict[str, Any] = {"member": member, "groups": groups, "reporter": self._reporter}
+        both = {**both, "config": config, "positions": self._loaders.states}
+        self._snapshots = Snapshots(memory=memory, tell=coordinator.notify, **both)
         saver = self.once("elastic.saver", AsyncSaver)
         saver.attach(groups.saves)
         self._saves = Saves(
-            member=member,
-            config=config,
             coordinator=coordinator,
-            groups=groups,
             filesystem=Filesystem.at(config.run_url),
             saver=saver,
-            reporter=self._reporter,
-            positions=self._loaders.states,
+            **both,
         )
 
     # --- set-up -----------------------------------------------------------------------------
@@ -136,16 +140,17 @@ class Run:
         self._rng = lambda: rng.derive(self.seed, 0, self.data_rank)
         built_s = time.monotonic()
         self._reporter.phase = "load"
-        self._restore(self._state)
+        source = self._restore(self._state)
         self._loaded_s = time.monotonic()
         self._rng()
         self._reporter.step = self.step
         self._reporter.phase = "build"
         took = {"build_s": built_s - self._begun_s, "load_s": self._loaded_s - built_s}
-        resumed = self._member.resume_step is not None
-        self._coordinator.notify("restored_state", {"step": self.step, "resumed": resumed, **took})
+        told = {"step": self.step, "resumed": source != "", "source": source}
+        self._coordinator.notify("restored_state", {**told, **took})
 
-    def _restore(self, state: TrackedState) -> None:
+    def _restore(self, state: TrackedState) -> str:
+        """Where the state came from: memory, storage, or "" where nothing was there."""
         restored = begin(
             state,
             self._member,
@@ -153,22 +158,21 @@ class Run:
             catalog=Catalog(Filesystem.at(self._settings.run_url), self._member.run_id),
             coordinator=self._coordinator,
             control=self._groups.control,
+            memory=self._snapshots.memory,
             on_size=self._reporter.moves,
         )
         if restored is None:
-            return
-        counters = restored.plain["counters"]
-        self.step, self.samples = counters["step"], counters["samples"]
-        self.tokens, self.epoch = counters["tokens"], counters["epoch"]
-        self._saves.restored(self.step)
+            return ""
+        for name in _COUNTERS:
+            setattr(self, name, restored.plain["counters"][name])
+        self._saves.restored(self.step, is_snapshot=restored.is_snapshot)
         self._loaders.restored(restored.plain)
         saved = rng.streams_for(restored.rank_plain, self._groups.shape)
-
-        def left_out(streams: list[str]) -> None:
-            self._coordinator.notify("rng_left_out", {"streams": streams})
-
-        step, rank = self.step, self.data_rank
-        self._rng = lambda: rng.restore_or_derive(saved, self.seed, step, rank, left_out)
+        step, rank, tell = self.step, self.data_rank, self._coordinator.notify
+        self._rng = lambda: rng.restore_or_derive(
+            saved, self.seed, step, rank, lambda names: tell("rng_left_out", {"streams": names})
+        )
+        return "memory" if restored.is_snapshot else "storage"
 
     def loader(
         self,
@@ -325,6 +329,7 @@ class Run:
             last_step_s=self._last_step_s,
             group=self._groups.control,
             place=place,
+            snapshot=(self._snapshots.is_ended, self._snapshots.is_kept),
         )
 
     def _way_out(self, state: TrackedState, num_batches: int) -> Callable[[], None] | None:
@@ -354,7 +359,7 @@ class Run:
             self._coordinator.notify("first_step", {"step": self.step, "first_step_s": took_s})
 
     def _counters(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("step", "samples", "tokens", "epoch")}
+        return {name: getattr(self, name) for name in _COUNTERS}
 
     def _boundary(self, state: TrackedState, agreement: Agreement) -> None:
         self._saves.settle()
@@ -362,10 +367,12 @@ class Run:
         self._long_step_s = took_s if took_s >= LONG_STEP_S else None
         if agreement.leave():
             self._save_and_leave(state)
+        counters = self._counters()
+        self._snapshots.at_boundary(state, counters, agreement, self._metrics.flush)
         if agreement.save():
             self._reporter.phase = "save"
             self._metrics.flush()
-            self._saves.save_or_skip(state, self._counters())
+            self._saves.save_or_skip(state, counters)
 
     def _save_and_leave(self, state: TrackedState, mark: Mark | None = None) -> None:
         self._is_dropped = mark is not None

@@ -98,10 +98,14 @@ class Saves:
         # One that is asked for while another is in flight is put off, where a due one is skipped.
         return (num_asked > self._num_seen and not self.is_in_flight) or self.is_due(step)
 
-    def restored(self, step: int) -> None:
-        """The live state is that of this committed checkpoint."""
-        self.last_step = self.committed_step = step
-        self.last_s = self._begun_s = time.monotonic()
+    def restored(self, step: int, *, is_snapshot: bool = False) -> None:
+        """The live state is that of this committed checkpoint.
+
+        One of a snapshot is on no storage: where an interval is in time, a save is due at once.
+        """
+        self.last_step = step
+        self.committed_step = -1 if is_snapshot else step
+        self.last_s = self._begun_s = float("-inf") if is_snapshot else time.monotonic()
 
     @property
     def is_in_flight(self) -> bool:

@@ -1,0 +1,186 @@
+"""A rank's line to the memories of the nodes: the keeper of its own node, and those of the others.
+
+Room on the own node is mapped into this process, so that filling it is a copy and no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from elastic.cluster.segment import Place, map_place
+from elastic.cluster.snapshot_keeper import Described
+from elastic.policy.coverage import SLOTS, Piece, Resume, Snapshot, Unneeded, room_bytes
+from elastic.training.coordinator import NoSoundCheckpoint
+from elastic.training.membership import Membership
+from elastic.training.node_memory import NotKept, PieceLost, PieceSource
+
+_ROOM_S = 5.0
+_SEAL_S = 120.0
+_READ_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keepers:
+    """What the driver tells a rank of the keepers of a generation: actor handles."""
+
+    by_node: Mapping[str, Any]
+    own: str
+    buddy: str | None
+    """The node that has the copies; None: there is no other."""
+
+
+@dataclass
+class Mapped:
+    """What this process has mapped of its keeper's memory, over generations."""
+
+    rooms: dict[Place, mmap.mmap] = field(default_factory=dict)
+
+    def room(self, place: Place) -> memoryview:
+        """Raises `OSError`."""
+        if place not in self.rooms:
+            while len(self.rooms) >= SLOTS:
+                oldest = self.rooms.pop(next(iter(self.rooms)))
+                with contextlib.suppress(BufferError):
+                    oldest.close()
+            self.rooms[place] = map_place(place, writes=True)
+        return memoryview(self.rooms[place])
+
+
+class MemoryLine:
+    """See `elastic.training.node_memory.NodeMemory`."""
+
+    def __init__(self, keepers: Keepers, member: Membership, driver: Any, mapped: Mapped) -> None:
+        self._keepers = keepers
+        self._member = member
+        self._driver = driver
+        self._mapped = mapped
+        self._keeper = keepers.by_node.get(keepers.own)
+
+    def check(self, piece_bytes: int) -> str:
+        """Asks the keeper of this node, which knows what it holds already."""
+        has_buddy = self._keepers.buddy is not None
+        needed = room_bytes(piece_bytes, self._member.local_world_size, has_buddy=has_buddy)
+        try:
+            found: str = self._ask("check", needed, timeout_s=_READ_S)
+        except NotKept as error:
+            return str(error)
+        return found
+
+    def room(self, num_bytes: int, unneeded: Unneeded) -> memoryview:
+        """From the keeper of this node."""
+        generation = self._member.generation
+        place = self._ask("room", os.getpid(), generation, num_bytes, unneeded, timeout_s=_ROOM_S)
+        try:
+            return self._mapped.room(place)
+        except OSError as error:
+            raise NotKept(
+                f"the memory of this node's keeper cannot be mapped ({error}): it must be a "
+                "process of the same user, in the same container"
+            ) from error
+
+    def seal(self, piece: Piece, num_bytes: int, index: bytes, unneeded: Unneeded) -> None:
+        """The keeper digests it, and sends the copy."""
+        buddy = self._keepers.by_node.get(self._keepers.buddy or "")
+        if self._keepers.buddy is not None and buddy is None:
+            raise NotKept(f"node {self._keepers.buddy[:12]} has no keeper for the copy")
+        self._ask(
+            *("seal", os.getpid(), piece, num_bytes, index, buddy, unneeded), timeout_s=_SEAL_S
+        )
+
+    def sources(self, snapshot: Snapshot) -> Sequence[Sequence[PieceSource]]:
+        """Copies on this node first, and then in another order on each rank."""
+        found = []
+        for rank, nodes in enumerate(snapshot.nodes):
+            piece = Piece(
+                generation=snapshot.generation,
+                step=snapshot.step,
+                world_rank=rank,
+                world_size=snapshot.world_size,
+            )
+            start = self._member.world_rank % len(nodes)
+            turned = sorted(
+                [*nodes[start:], *nodes[:start]], key=lambda node: node != self._keepers.own
+            )
+            found.append([self._source(node, piece) for node in turned])
+        return found
+
+    def _source(self, node_id: str, piece: Piece) -> PieceSource:
+        is_here = node_id == self._keepers.own
+        return _Copy(self._keepers.by_node.get(node_id), piece, node_id[:12], is_here)
+
+    def reject(self, snapshot: Snapshot, reason: str) -> Resume:
+        """Asks the driver."""
+        resume, problem = ray.get(
+            self._driver.reject_snapshot.remote(self._member.generation, snapshot, reason)
+        )
+        if problem:
+            raise NoSoundCheckpoint(problem)
+        found: Resume = resume
+        return found
+
+    def _ask(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        if self._keeper is None:
+            raise NotKept("this node has no keeper")
+        try:
+            return ray.get(getattr(self._keeper, method).remote(*arguments), timeout=timeout_s)
+        except Exception as error:  # noqa: BLE001 - Ray has many errors for an actor that is gone
+            raise NotKept(_in_words(error)) from None
+
+
+class _Copy:
+    """One copy of a piece, in the memory of this node or of another."""
+
+    def __init__(self, keeper: Any, piece: Piece, where: str, is_here: bool) -> None:
+        self._keeper = keeper
+        self._piece = piece
+        self._is_here = is_here
+        self.where = where
+        self._told: Described | None = None
+        self._map: mmap.mmap | None = None
+
+    def _described(self) -> Described:
+        if self._told is None:
+            self._told = self._ask("describe", self._piece)
+        return self._told
+
+    def index(self) -> bytes:
+        """As `PieceSource` says."""
+        return self._described().index
+
+    def digests(self) -> Sequence[str]:
+        """As `PieceSource` says."""
+        return self._described().digests
+
+    def view(self) -> memoryview | None:
+        """As `PieceSource` says."""
+        if not self._is_here:
+            return None
+        try:
+            self._map = map_place(self._described().place, writes=False)
+        except OSError:
+            return None  # it can be asked for, all the same
+        return memoryview(self._map)
+
+    def read(self, start: int, num_bytes: int) -> memoryview:
+        """As `PieceSource` says."""
+        return memoryview(self._ask("read", self._piece, start, num_bytes))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        if self._keeper is None:
+            raise PieceLost(f"node {self.where} has no keeper any more")
+        try:
+            return ray.get(getattr(self._keeper, method).remote(*arguments), timeout=_READ_S)
+        except Exception as error:  # noqa: BLE001 - Ray has many errors for an actor that is gone
+            raise PieceLost(f"node {self.where}: {_in_words(error)}") from None
+
+
+def _in_words(error: Exception) -> str:
+    cause = getattr(error, "cause", None)
+    return str(cause) if cause is not None else f"{type(error).__name__}: {error}"

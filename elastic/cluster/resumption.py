@@ -1,0 +1,107 @@
+"""The resumption: where a generation begins, in the nodes' memories or on storage.
+
+The newest snapshot that is whole counts, unless a newer checkpoint was committed; where it counts,
+storage is not asked. What is bad is given up, and the next older one named.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from elastic.cluster.commits import Commits
+from elastic.cluster.snapshot_keepers import SnapshotKeepers
+from elastic.policy import coverage
+from elastic.policy.coverage import Resume, Snapshot
+from elastic.policy.events import Committed, Event, Record, Unrecoverable
+from elastic.storage.ledger import LedgerEvent
+
+logger = logging.getLogger("elastic")
+
+
+class Resumption:
+    """Use from the event loop only."""
+
+    def __init__(
+        self,
+        commits: Commits,
+        keepers: SnapshotKeepers,
+        past: Sequence[LedgerEvent],
+        *,
+        from_scratch: bool,
+        committed_step: Callable[[], int],
+        post: Callable[[Event], None],
+        record: Callable[[Record], None],
+        spawn: Callable[[Awaitable[None]], None],
+    ) -> None:
+        """`committed_step` is the highest one that this driver knows of; -1 where it knows none."""
+        self._commits = commits
+        self._keepers = keepers
+        self._past = past
+        self._from_scratch = from_scratch
+        self._committed_step = committed_step
+        self._post = post
+        self._record = record
+        self._spawn = spawn
+        self._snapshot: Snapshot | None = None
+
+    async def choose(self, generation: int) -> Resume:
+        """Where this generation begins, and older ones write no more. Raises `NothingToResume`."""
+        found = coverage.newest(await self._keepers.open(generation))
+        known = self._committed_step()
+        if found is not None and 0 <= known <= found.step:
+            self._snapshot = found
+            self._spawn(self._fence(generation))
+            return Resume(step=found.step, snapshot=found)
+        step = await self._commits.choose(generation, self._past, from_scratch=self._from_scratch)
+        if step is not None:
+            self._post(Committed(step=step))
+        return self._chosen(step, found)
+
+    def _chosen(self, step: int | None, found: Snapshot | None) -> Resume:
+        # Without any checkpoint nothing tells which history a snapshot belongs to.
+        resume = coverage.choose(step, found) if step is not None else Resume(step=None)
+        self._snapshot = resume.snapshot
+        return resume
+
+    async def _fence(self, generation: int) -> None:
+        """Storage is told too, and nobody waits for it."""
+        try:
+            await self._commits.fence(generation)
+        except Exception as error:  # noqa: BLE001 - a commit asks it again, and says what is wrong
+            logger.warning("storage could not be told of generation %d: %s", generation, error)
+
+    def restored(self) -> None:
+        """All ranks have loaded: what they did not load from memory is of no use any more."""
+        self._commits.restored()
+        self._spawn(self._keepers.keep_only(self._snapshot))
+
+    async def reject(
+        self, generation: int, snapshot: Snapshot, reason: str
+    ) -> tuple[Resume | None, str]:
+        """What to resume in place of this bad snapshot, or why there is nothing."""
+        kind = "snapshot_rejected"
+        self._record(Record(kind=kind, generation=generation, step=snapshot.step, reason=reason))
+        await self._keepers.drop(snapshot)
+        found = coverage.newest(await self._keepers.open(generation))
+        resume = self._chosen(await self._commits.highest(), found)
+        if resume.step is not None:
+            return resume, ""
+        problem = f"the snapshot of step {snapshot.step} cannot be loaded: {reason}; there is none "
+        problem += "older, and no checkpoint"
+        self._post(Unrecoverable(generation=generation, reason=problem))
+        return None, problem
+
+    async def step_back(self, generation: int, step: int, reason: str) -> tuple[int | None, str]:
+        """The next older checkpoint than this bad one, or why there is none."""
+        kind = "checkpoint_quarantined"
+        self._record(Record(kind=kind, generation=generation, step=step, reason=reason))
+        older = await self._commits.step_back(step, reason)
+        if older is not None:
+            return older, ""
+        problem = (
+            f"no checkpoint with sound bytes is left; the last tried, step {step}: {reason}. "
+            "Restore the files from a copy, or start a new run under another name"
+        )
+        self._post(Unrecoverable(generation=generation, reason=problem))
+        return None, problem

@@ -1,0 +1,67 @@
+"""Node memory: what a rank needs of the memory that outlives its process.
+
+The interface belongs to its consumers, `Snapshots` and the snapshot reader. Nothing here knows who
+owns the memory or how the words travel. Must not import ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from elastic.policy.coverage import Piece, Resume, Snapshot, Unneeded
+
+
+class NotKept(RuntimeError):
+    """A piece could not be put into memory, or not on the other node: says why."""
+
+
+class PieceLost(RuntimeError):
+    """A piece that was found in a node's memory can no longer be read there."""
+
+
+class PieceSource(Protocol):
+    """One copy of one piece."""
+
+    where: str
+    """The node that holds it, for people."""
+
+    def index(self) -> bytes:
+        """What the piece holds, as `seal` was given it. Raises `PieceLost`."""
+
+    def digests(self) -> Sequence[str]:
+        """Of each 16 MiB of it, in order: see `elastic.storage.chunks`. Raises `PieceLost`."""
+
+    def view(self) -> memoryview | None:
+        """All of it where it lies, if that is in this machine's memory."""
+
+    def read(self, start: int, num_bytes: int) -> memoryview:
+        """A copy of these bytes, from another machine. Raises `PieceLost`."""
+
+
+class NodeMemory(Protocol):
+    """Room for this rank's pieces, on its node and with a copy on another one."""
+
+    def check(self, piece_bytes: int) -> str:
+        """Why there is not enough memory for snapshots of such pieces; "" if there is."""
+
+    def room(self, num_bytes: int, unneeded: Unneeded) -> memoryview:
+        """Memory for the next piece, of at least that size; what lies in it is worthless.
+
+        It is that of an unneeded piece, and of no other. Raises `NotKept`.
+        """
+
+    def seal(self, piece: Piece, num_bytes: int, index: bytes, unneeded: Unneeded) -> None:
+        """The room last given holds this piece now; waits until the other node has it, too.
+
+        Called off the training thread. Raises `NotKept`.
+        """
+
+    def sources(self, snapshot: Snapshot) -> Sequence[Sequence[PieceSource]]:
+        """The copies of each rank's piece, by world rank, the nearest first."""
+
+    def reject(self, snapshot: Snapshot, reason: str) -> Resume:
+        """Have a snapshot dropped that cannot be loaded; what to resume from instead.
+
+        Raises NoSoundCheckpoint: nothing is left.
+        """

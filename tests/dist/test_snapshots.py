@@ -1,0 +1,131 @@
+"""Snapshots: what comes out of the nodes' memories is what went in, at any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.training import jsonable, piece
+from elastic.training.loading import LoadFailed
+from elastic.training.node_memory import PieceLost
+from elastic.training.piece import Layout
+from elastic.training.piece_digests import chunks, digest
+from elastic.training.saving import STATE, rank_file
+from elastic.training.shard_reader import CheckpointCorrupt
+from elastic.training.snapshot_reader import load_snapshot
+from elastic.training.state import TrackedState
+from tests.dist.processes import run_ranks
+from tests.dist.small_run import content, restore, save, small, train
+
+
+class InFile:
+    """A copy of a piece in a file, as if on another machine; with `is_here` it can be mapped."""
+
+    def __init__(self, path: Path, *, is_here: bool) -> None:
+        self.where = path.name
+        self._path = path
+        self._is_here = is_here
+
+    def index(self) -> bytes:
+        if not self._path.exists():
+            raise PieceLost(self.where)
+        return self._path.with_suffix(".index").read_bytes()
+
+    def digests(self) -> Sequence[str]:
+        return self._path.with_suffix(".digests").read_text().split()
+
+    def view(self) -> memoryview | None:
+        return memoryview(bytearray(self._path.read_bytes())) if self._is_here else None
+
+    def read(self, start: int, num_bytes: int) -> memoryview:
+        return memoryview(self._path.read_bytes()[start : start + num_bytes])
+
+
+def sources(folder: Path, world_size: int, *copies: str) -> list[list[InFile]]:
+    """Of each rank's piece the copies of these kinds."""
+    return [
+        [InFile(folder / f"{rank}.{kind}", is_here=kind == "own") for kind in copies]
+        for rank in range(world_size)
+    ]
+
+
+def put(folder: Path, tracked: TrackedState) -> None:
+    """This rank's piece and a copy of it."""
+    rank = dist.get_rank()
+    captured = tracked.capture()
+    files = {rank_file(rank): jsonable.dumps({"rank": rank}).encode()}
+    if rank == 0:
+        files[STATE] = jsonable.dumps({"tracked": captured.plain}).encode()
+    layout, tensors = piece.lay_out(captured.tensors, files, rank)
+    room = bytearray(layout.num_bytes + 100)  # as a segment is, larger than what lies in it
+    piece.copy(layout, tensors, files, memoryview(room))
+    for kind in ("own", "copy"):
+        path = folder / f"{rank}.{kind}"
+        path.write_bytes(room)
+        path.with_suffix(".index").write_bytes(layout.to_json())
+        found = [digest(room[start:end]) for start, end in chunks(layout.num_bytes)]
+        path.with_suffix(".digests").write_text("\n".join(found))
+
+
+def built(seed: int) -> TrackedState:
+    model = small(seed=seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(seed, seed + 2))
+    return TrackedState(model=model, optimizer=optimizer, counters={"seed": seed})
+
+
+def make(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Any], Any]:
+    tracked = built(seed=1)
+    put(folder, tracked)
+    manifest = save(folder, "checkpoint", tracked)
+    return content(tracked), manifest
+
+
+def take_over(rank: int, world_size: int, folder: Path, num_saved: int, manifest: Any) -> Any:
+    tracked = built(seed=7)
+    restored = load_snapshot(sources(folder, num_saved, "own"), "it", tracked, dist.group.WORLD)
+    assert restored.is_snapshot
+    assert restored.rank_plain == ({"rank": rank} if rank < num_saved else None)
+    found = content(tracked)
+    other = built(seed=9)
+    restore(folder, "checkpoint", manifest, other)
+    assert content(other) == found
+    third = built(seed=11)
+    load_snapshot(sources(folder, num_saved, "copy"), "it", third, dist.group.WORLD)
+    assert content(third) == found
+    return found
+
+
+def damaged(rank: int, world_size: int, folder: Path, num_saved: int) -> Any:
+    tracked = built(seed=7)
+    with pytest.raises(CheckpointCorrupt, match=r"node 1\.own.*expected .* found"):  # B14
+        load_snapshot(sources(folder, num_saved, "own"), "it", tracked, dist.group.WORLD)
+    load_snapshot(sources(folder, num_saved, "own", "copy"), "it", tracked, dist.group.WORLD)
+    return content(tracked)
+
+
+def lost(rank: int, world_size: int, folder: Path, num_saved: int) -> None:
+    with pytest.raises((PieceLost, LoadFailed)):
+        load_snapshot(sources(folder, num_saved, "own"), "it", built(seed=7), dist.group.WORLD)
+
+
+def test_a_snapshot_is_what_a_checkpoint_is_at_any_size(tmp_path: Path) -> None:
+    whole, manifest = run_ranks(make, 3, tmp_path)[0]
+    for world_size in (2, 4):
+        for found in run_ranks(take_over, world_size, tmp_path, 3, manifest):
+            assert found == whole
+    with (tmp_path / "1.own").open("r+b") as file:  # a byte that every rank reads
+        layout = Layout.from_json((tmp_path / "1.index").read_bytes())
+        file.seek(layout.parts[0].start)
+        byte = file.read(1)
+        file.seek(layout.parts[0].start)
+        file.write(bytes([byte[0] ^ 1]))
+    for found in run_ranks(damaged, 2, tmp_path, 3):
+        assert found == whole
+    (tmp_path / "2.own").unlink()
+    run_ranks(lost, 2, tmp_path, 3)
