@@ -54,6 +54,7 @@ class RankWords:
         self._restored: set[int] = set()
         self._posted_step = -1
         self._source = ""
+        self._has_snapshots = False
         self.resumed_step = -1
         """Where the current generation began; -1 before all its ranks have said so."""
         self.latest: dict[str, Any] = dict(NO_WORD)
@@ -63,7 +64,7 @@ class RankWords:
         """From now on only this generation is listened to."""
         self._recovery.begin_start()  # what the one before still told is no part of this start
         self._generation, self._world_size = generation, world_size
-        self._restored = set()
+        self._restored, self._has_snapshots = set(), False
         self.resumed_step = self._posted_step = -1
         self._standstill.begin(world_size)
 
@@ -145,6 +146,17 @@ class RankWords:
         self._pacing.skipped(self._generation, int(data["step"]), data["since_s"])
 
     def _on_snapshot_kept(self, rank: int, data: Data) -> None:
+        if rank == 0 and not self._has_snapshots:
+            self._has_snapshots = True
+            self._record(
+                Record(
+                    kind="snapshot_kept",
+                    generation=self._generation,
+                    step=int(data["step"]),
+                    reason="the first of this generation: its later ones are not written down",
+                    data={name: data[name] for name in ("bytes", "stall_s", "took_s")},
+                )
+            )
         self.latest["snapshot_step"] = int(data["step"])
 
     def _on_snapshot_skipped(self, rank: int, data: Data) -> None:

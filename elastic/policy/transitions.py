@@ -69,7 +69,7 @@ class IllegalEvent(AssertionError):
 
 
 # Errors of ours that say the run's input does not fit: trying again gives the same answer.
-FINAL_ERRORS = ("StateMismatch", "NoSoundCheckpoint", "InvalidInput")
+FINAL_ERRORS = ("StateMismatch", "NoSoundCheckpoint", "InvalidInput", "SnapshotsDoNotFit")
 
 _MOST_DOUBLINGS = 10
 _BACKING_OFF = "backing off for"

@@ -43,7 +43,7 @@ class NodeMemory(Protocol):
     """Room for this rank's pieces, on its node and with a copy on another one."""
 
     def check(self, piece_bytes: int) -> str:
-        """Why there is not enough memory for snapshots of such pieces; "" if there is."""
+        """Why there is too little memory for snapshots of such pieces; "" unless that is known."""
 
     def room(self, num_bytes: int, unneeded: Unneeded) -> memoryview:
         """Memory for the next piece, of at least that size; what lies in it is worthless.

@@ -97,12 +97,8 @@ class Run:
         self._snapshots = Snapshots(memory=memory, tell=coordinator.notify, **both)
         saver = self.once("elastic.saver", AsyncSaver)
         saver.attach(groups.saves)
-        self._saves = Saves(
-            coordinator=coordinator,
-            filesystem=Filesystem.at(config.run_url),
-            saver=saver,
-            **both,
-        )
+        fs = Filesystem.at(config.run_url)
+        self._saves = Saves(coordinator=coordinator, filesystem=fs, saver=saver, **both)
 
     # --- set-up -----------------------------------------------------------------------------
 
@@ -124,6 +120,7 @@ class Run:
             StateMismatch: the checkpoint does not fit these objects; names the parameter.
             ValueError: a model is sharded over other dimensions than those of `data_mesh`.
             NoSoundCheckpoint: there are checkpoints, and the bytes of every one are bad.
+            SnapshotsDoNotFit: the nodes' memory does not suffice for the snapshots asked for.
         """
         if self._state is not None:
             raise RuntimeError(
@@ -136,7 +133,7 @@ class Run:
                 check_sharding(value, self.mesh, self._groups.shape)
             elif isinstance(value, torch.optim.Optimizer):
                 self._reporter.follow(value)
-        self._state = TrackedState(**objects)
+        self._state = self._snapshots.checked(TrackedState(**objects))
         self._rng = lambda: rng.derive(self.seed, 0, self.data_rank)
         built_s = time.monotonic()
         self._reporter.phase = "load"
@@ -146,8 +143,8 @@ class Run:
         self._reporter.step = self.step
         self._reporter.phase = "build"
         took = {"build_s": built_s - self._begun_s, "load_s": self._loaded_s - built_s}
-        told = {"step": self.step, "resumed": source != "", "source": source}
-        self._coordinator.notify("restored_state", {**told, **took})
+        told = {"step": self.step, "resumed": source != "", "source": source, **took}
+        self._coordinator.notify("restored_state", told)
 
     def _restore(self, state: TrackedState) -> str:
         """Where the state came from: memory, storage, or "" where nothing was there."""

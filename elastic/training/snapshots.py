@@ -30,6 +30,10 @@ _NICE = 10
 Tell = Callable[[str, Mapping[str, Any]], None]
 
 
+class SnapshotsDoNotFit(ValueError):
+    """Snapshots were asked for, and a node has not the memory for them."""
+
+
 class Snapshots:
     """At most one in the making. Without a memory to keep them in, there are none."""
 
@@ -58,6 +62,24 @@ class Snapshots:
         self._unneeded = Unneeded()
         self._problem = ""
         self._num_skipped = 0
+
+    def checked(self, state: TrackedState) -> TrackedState:
+        """The same state, now that there is memory for snapshots of it.
+
+        Raises `SnapshotsDoNotFit`.
+        """
+        if self.memory is None or self._every is None:
+            return state
+        rank = self._member.world_rank
+        layout, _ = piece.lay_out(state.capture().tensors, {}, rank)
+        piece_bytes = layout.num_bytes + state.expected_growth_bytes()
+        problem = self.memory.check(piece_bytes)
+        if problem:
+            raise SnapshotsDoNotFit(
+                f"{problem}, for pieces of about {piece_bytes} bytes on each rank of this node: "
+                "switch them off (snapshot_every=None), or use nodes with more memory"
+            )
+        return state
 
     @property
     def is_ended(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from elastic.storage.manifest import TensorInfo
 from elastic.training import rng
@@ -55,6 +56,7 @@ class TrackedState:
         self._loose = {
             name: value for name, value in objects.items() if isinstance(value, torch.Tensor)
         }
+        self._optimizers = [v for v in objects.values() if isinstance(v, torch.optim.Optimizer)]
         rng.follow({n: v for n, v in objects.items() if isinstance(v, rng.Generator)})
         reshard(self._modules.values())
         # A scheduler has one value for each group of its optimizer, in a list.
@@ -83,6 +85,13 @@ class TrackedState:
         """Tensors that a forward pass may change: buffers, and tensors tracked by themselves."""
         buffers = [buffer for module in self._modules.values() for buffer in module.buffers()]
         return [*buffers, *self._loose.values()]
+
+    def expected_growth_bytes(self) -> int:
+        """What optimizers that have made no step yet will add on this rank, as Adam would."""
+        unused = [one for one in self._optimizers if not one.state]
+        parameters = [p for one in unused for group in one.param_groups for p in group["params"]]
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        return 2 * sum(parameter.nbytes for parameter in local)
 
     @torch.no_grad()
     def restore(

@@ -1,0 +1,127 @@
+"""The keeper of a node's snapshots: what it holds, for how long, and from whom it takes more.
+
+Without a cluster: what it does with another keeper is in test_memory_tier.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.cluster.segment import Place, map_place
+from elastic.cluster.snapshot_keeper import Refused, SnapshotKeeper
+from elastic.policy.coverage import Piece, Unneeded
+from elastic.training.piece_digests import digest
+
+OWN = os.getpid()
+
+
+def piece(step: int, *, generation: int = 0) -> Piece:
+    return Piece(generation=generation, step=step, world_rank=0, world_size=1)
+
+
+def keep(keeper: SnapshotKeeper, made: Piece, data: bytes, unneeded: Unneeded) -> Place:
+    place: Place = keeper.room(OWN, made.generation, len(data), unneeded)
+    map_place(place, writes=True)[: len(data)] = data
+    keeper.seal(OWN, made, len(data), b"index", None, unneeded)
+    return place
+
+
+def test_what_was_sealed_is_there_with_its_digests() -> None:
+    keeper = SnapshotKeeper()
+    data = os.urandom(100_000)
+    keep(keeper, piece(2), data, Unneeded())
+    assert keeper.open(0) == [piece(2)]
+    found = keeper.describe(piece(2))
+    assert found.index == b"index" and found.digests == (digest(data),)
+    assert map_place(found.place, writes=False)[: len(data)] == data
+    assert keeper.read(piece(2), 10, 20).tobytes() == data[10:30]
+
+
+def test_two_places_are_used_in_turn_and_the_whole_one_is_never_written_to() -> None:
+    keeper = SnapshotKeeper()
+    unneeded, places = Unneeded(), []
+    for step in range(2, 14, 2):
+        places.append(keep(keeper, piece(step), bytes([step]) * 1000, unneeded))
+        assert piece(step - 2) in keeper.open(0) or step == 2  # B08: whole until the next is
+        unneeded = Unneeded(whole=piece(step))
+    assert len(set(places)) == 2
+    for _ in range(3):  # they fail: each takes the place of the one before
+        places.append(keep(keeper, piece(14), b"x", unneeded))
+        unneeded = Unneeded(whole=unneeded.whole, failed=piece(14))
+        assert piece(12) in keeper.open(0)
+    assert len(set(places)) == 2
+    with pytest.raises(Refused, match="both places"):
+        keeper.room(OWN, 0, 10, Unneeded(whole=piece(12)))
+
+
+def test_an_older_generation_can_put_nothing_into_it() -> None:
+    keeper = SnapshotKeeper()
+    keep(keeper, piece(2), b"x", Unneeded())
+    keeper.room(OWN, 0, 10, Unneeded())  # given, and not yet filled
+    assert keeper.open(1) == [piece(2)]
+    for attempt in (
+        lambda: keeper.room(OWN, 0, 10, Unneeded()),
+        lambda: keeper.seal(OWN, piece(4), 1, b"", None, Unneeded()),
+        lambda: keeper.begin_copy(piece(4), 10, Unneeded()),
+    ):
+        with pytest.raises(Refused, match="generation 0 was replaced by generation 1"):
+            attempt()
+    keep(keeper, piece(3, generation=1), b"y", Unneeded())
+    keeper.keep_only((0, 2))
+    assert keeper.open(1) == [piece(2), piece(3, generation=1)]
+    keeper.keep_only(None)
+    assert keeper.open(1) == [piece(3, generation=1)]
+
+
+def test_a_copy_counts_once_all_of_it_has_come() -> None:
+    import numpy as np
+
+    keeper = SnapshotKeeper()
+    data = np.frombuffer(os.urandom(5000), dtype=np.uint8)
+    keeper.begin_copy(piece(2), 5000, Unneeded())
+    keeper.receive(piece(2), 3000, data[3000:])
+    keeper.receive(piece(2), 0, data[:3000])
+    assert keeper.open(0) == []
+    keeper.end_copy(piece(2), b"index", [digest(data)])
+    assert keeper.open(0) == [piece(2)]
+    assert keeper.read(piece(2), 0, 5000).tobytes() == data.tobytes()
+
+
+def test_what_cannot_fit_is_said_with_both_numbers() -> None:
+    keeper = SnapshotKeeper()
+    assert keeper.check(1 << 20) == ""
+    needed = 1 << 50
+    assert keeper.check(needed).startswith(f"snapshots need {needed} bytes of memory here, found ")
+
+
+PROGRAM = """
+import sys, os, signal
+from elastic.cluster.segment import Segment
+segment = Segment(1 << 20)
+segment.view[:5] = b"hello"
+print(segment.place.path, segment.place.inode, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_memory_is_gone_with_its_owner_and_whoever_maps_it_keeps_it() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        path, inode = owner.stdout.readline().split()
+        place = Place(path, int(inode), 1 << 20)
+        with pytest.raises(OSError, match="another file"):
+            map_place(Place(path, 1, 1 << 20), writes=False)
+        found = map_place(place, writes=False)
+        owner.kill()
+    assert found[:5] == b"hello"
+    with pytest.raises(OSError):
+        map_place(place, writes=False)
+    assert set(Path("/dev/shm").iterdir()) - before == set()
