@@ -28,7 +28,6 @@ from elastic.cluster.ray_internals import Controller, GroupMember
 from elastic.cluster.recovery import Recovery
 from elastic.cluster.resumption import Resumption
 from elastic.cluster.rounds import Rounds
-from elastic.cluster.snapshot_keepers import SnapshotKeepers
 from elastic.cluster.standstill import Standstill
 from elastic.cluster.training_failed import TrainingFailed
 from elastic.policy.budgets import ENDS
@@ -93,18 +92,11 @@ class Driver:
             tell=self._told_of_save,
             before_publishing=run.before_publishing,
         )
-        keepers = self._keepers = SnapshotKeepers(is_on=self._config.snapshots)
+        tell: dict[str, Any] = {"post": self._post, "record": self._record}
         self._resumption = Resumption(
-            self._commits,
-            keepers,
-            run.past,
-            from_scratch=self._config.from_scratch,
-            committed_step=lambda: self._situation.committed_step,
-            post=self._post,
-            record=self._record,
-            spawn=self._spawn,
+            self._config, run.past, self._commits, lambda: self._situation.committed_step, **tell
         )
-        self._kept_out = KeptOutNodes(self._config, run.past, record=self._record, post=self._post)
+        self._kept_out = KeptOutNodes(self._config, run.past, **tell)
         self._group = Group(
             self._host,
             post=self._post,
@@ -113,7 +105,7 @@ class Driver:
             last_words=LastWords(run.filesystem),
             usable_nodes=self._kept_out.answering,
             notices=self._config.notices,
-            keepers=keepers,
+            keepers=self._resumption.keepers,
         )
         self._standstill = Standstill(
             self._config.hangs, group=self._group, filesystem=run.filesystem, post=self._post
@@ -378,7 +370,7 @@ class Driver:
             ended = self._group.on_thread(self._host.stop_group)
             await asyncio.wait_for(ended, _LATE_S if is_late else _CLOSED_S)
         self._group.agents.close()
-        self._keepers.close()
+        self._resumption.keepers.close()
         await self._commits.in_order(self._run.metrics.flush)
         await asyncio.to_thread(self._run.close)
         failed = self._ended.outcome == "failed"

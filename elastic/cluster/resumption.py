@@ -6,10 +6,12 @@ storage is not asked. What is bad is given up, and the next older one named.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from elastic.cluster.commits import Commits
+from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.snapshot_keepers import SnapshotKeepers
 from elastic.policy import coverage
 from elastic.policy.coverage import Resume, Snapshot
@@ -24,30 +26,28 @@ class Resumption:
 
     def __init__(
         self,
-        commits: Commits,
-        keepers: SnapshotKeepers,
+        config: DriverConfig,
         past: Sequence[LedgerEvent],
-        *,
-        from_scratch: bool,
+        commits: Commits,
         committed_step: Callable[[], int],
+        *,
         post: Callable[[Event], None],
         record: Callable[[Record], None],
-        spawn: Callable[[Awaitable[None]], None],
     ) -> None:
         """`committed_step` is the highest one that this driver knows of; -1 where it knows none."""
-        self._commits = commits
-        self._keepers = keepers
+        self.keepers = SnapshotKeepers(is_on=config.snapshots)
+        self._from_scratch = config.from_scratch
         self._past = past
-        self._from_scratch = from_scratch
+        self._commits = commits
         self._committed_step = committed_step
         self._post = post
         self._record = record
-        self._spawn = spawn
         self._snapshot: Snapshot | None = None
+        self._tasks: set[asyncio.Future[None]] = set()
 
     async def choose(self, generation: int) -> Resume:
         """Where this generation begins, and older ones write no more. Raises `NothingToResume`."""
-        found = coverage.newest(await self._keepers.open(generation))
+        found = coverage.newest(await self.keepers.open(generation))
         known = self._committed_step()
         if found is not None and 0 <= known <= found.step:
             self._snapshot = found
@@ -64,6 +64,11 @@ class Resumption:
         self._snapshot = resume.snapshot
         return resume
 
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _fence(self, generation: int) -> None:
         """Storage is told too, and nobody waits for it."""
         try:
@@ -74,7 +79,7 @@ class Resumption:
     def restored(self) -> None:
         """All ranks have loaded: what they did not load from memory is of no use any more."""
         self._commits.restored()
-        self._spawn(self._keepers.keep_only(self._snapshot))
+        self._spawn(self.keepers.keep_only(self._snapshot))
 
     async def reject(
         self, generation: int, snapshot: Snapshot, reason: str
@@ -82,8 +87,8 @@ class Resumption:
         """What to resume in place of this bad snapshot, or why there is nothing."""
         kind = "snapshot_rejected"
         self._record(Record(kind=kind, generation=generation, step=snapshot.step, reason=reason))
-        await self._keepers.drop(snapshot)
-        found = coverage.newest(await self._keepers.open(generation))
+        await self.keepers.drop(snapshot)
+        found = coverage.newest(await self.keepers.open(generation))
         resume = self._chosen(await self._commits.highest(), found)
         if resume.step is not None:
             return resume, ""

@@ -262,7 +262,9 @@ def _stands(event: LedgerEvent) -> str:
 
 
 def _from_step(event: LedgerEvent) -> str:
-    return f"all ranks hold the state of step {event.step}"
+    source = {"memory": ", from the nodes' memories", "storage": ", from storage"}
+    where = source.get(str(event.data.get("source")), "")
+    return f"all ranks hold the state of step {event.step}{where}"
 
 
 def _took_over(event: LedgerEvent) -> str:

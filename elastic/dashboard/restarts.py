@@ -31,7 +31,9 @@ _SIGNS = frozenset(
         "fault_announced",
     }
 )
-_STANDS = frozenset({"started", "resumed", "checkpoint_quarantined", "rng_left_out"})
+_STANDS = frozenset(
+    {"started", "resumed", "checkpoint_quarantined", "snapshot_rejected", "rng_left_out"}
+)
 _COURSE = _STANDS | {
     *("size_infeasible", "node_kept_out", "holding", "reform_failed"),
     *("generation_planned", "generation_started", "generation_ended"),

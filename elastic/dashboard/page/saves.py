@@ -80,7 +80,7 @@ def _fold(told: dict[int, Save], event: LedgerEvent) -> None:
         )
     elif event.kind == "checkpoint_removed" and known is not None:
         told[event.step] = replace(known, state="removed", why=event.reason)
-    elif event.kind in _HELD and known is not None:
+    elif event.kind in _HELD and known is not None and event.data.get("source") != "memory":
         told[event.step] = replace(known, verified=True)
     elif event.kind in _FATES:
         known = known or Save(step=event.step, state="", time_s=event.time_s)
