@@ -17,6 +17,7 @@ import ray
 from elastic.cluster.segment import Place, map_place
 from elastic.cluster.snapshot_keeper import Described
 from elastic.policy.coverage import SLOTS, Piece, Resume, Snapshot, Unneeded, room_bytes
+from elastic.storage.manifest import FileDigest
 from elastic.training.coordinator import NoSoundCheckpoint
 from elastic.training.membership import Membership
 from elastic.training.node_memory import NotKept, PieceLost, PieceSource
@@ -154,7 +155,7 @@ class _Copy:
         """As `PieceSource` says."""
         return self._described().index
 
-    def digests(self) -> Sequence[str]:
+    def digests(self) -> FileDigest:
         """As `PieceSource` says."""
         return self._described().digests
 

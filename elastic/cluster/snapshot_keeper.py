@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,8 @@ import ray
 
 from elastic.cluster.segment import Place, Segment, available_bytes
 from elastic.policy.coverage import SLOTS, Piece, Unneeded
-from elastic.training.piece_digests import chunks, digest
+from elastic.storage.chunk_digests import CHUNK_BYTES, ChunkDigester
+from elastic.storage.manifest import FileDigest
 
 logger = logging.getLogger("elastic")
 
@@ -43,7 +44,7 @@ class _Kept:
     num_bytes: int
     owner: int
     index: bytes = b""
-    digests: list[str] = field(default_factory=list)
+    digests: FileDigest | None = None
     is_digested: threading.Event = field(default_factory=threading.Event)
     is_sealed: bool = False
 
@@ -53,7 +54,7 @@ class Described:
     """One piece for whoever loads it."""
 
     index: bytes
-    digests: Sequence[str]
+    digests: FileDigest
     place: Place
 
 
@@ -140,7 +141,9 @@ class SnapshotKeeper:
             )
         view = segment.view[:num_bytes]
         try:
-            kept.digests = [digest(view[start:end]) for start, end in chunks(num_bytes)]
+            digester = ChunkDigester()
+            digester.update(view)
+            kept.digests = digester.file(f"the piece of rank {piece.world_rank}")
         finally:
             kept.is_digested.set()
         if buddy is not None:
@@ -161,12 +164,12 @@ class SnapshotKeeper:
         kept = self._find(piece)
         kept.segment.view[start : start + data.nbytes] = memoryview(data)
 
-    def end_copy(self, piece: Piece, index: bytes, digests: Sequence[str]) -> None:
+    def end_copy(self, piece: Piece, index: bytes, digests: FileDigest) -> None:
         """All of it was sent. Raises `Refused`."""
         with self._lock:
             self._check_fence(piece.generation)
             kept = self._find(piece)
-            kept.index, kept.digests, kept.is_sealed = index, list(digests), True
+            kept.index, kept.digests, kept.is_sealed = index, digests, True
             kept.is_digested.set()
 
     # --- whoever loads --------------------------------------------------------------------------
@@ -175,9 +178,9 @@ class SnapshotKeeper:
         """What is here of a piece, once its digests are known. Raises `Refused`."""
         kept = self._find(piece)
         kept.is_digested.wait()
-        if len(kept.digests) != len(list(chunks(kept.num_bytes))):
+        if kept.digests is None:
             raise Refused(f"{piece} could not be digested")
-        return Described(kept.index, tuple(kept.digests), kept.segment.place)
+        return Described(kept.index, kept.digests, kept.segment.place)
 
     def read(self, piece: Piece, start: int, num_bytes: int) -> Any:
         """These bytes of it, for another machine. Raises `Refused`."""
@@ -226,10 +229,10 @@ class SnapshotKeeper:
         piece = kept.piece
         _get([buddy.begin_copy.remote(piece, len(view), unneeded)])
         flying: list[Any] = []
-        for start, end in chunks(len(view)):
+        for start in range(0, len(view), CHUNK_BYTES):
             if len(flying) >= _IN_FLIGHT:
                 _get([flying.pop(0)])
-            data = np.frombuffer(view[start:end], dtype=np.uint8)
+            data = np.frombuffer(view[start : start + CHUNK_BYTES], dtype=np.uint8)
             flying.append(buddy.receive.remote(piece, start, data))
         _get(flying)
         _get([buddy.end_copy.remote(piece, kept.index, kept.digests)])

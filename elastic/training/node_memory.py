@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from elastic.policy.coverage import Piece, Resume, Snapshot, Unneeded
+from elastic.storage.manifest import FileDigest
 
 
 class NotKept(RuntimeError):
@@ -29,8 +30,8 @@ class PieceSource(Protocol):
     def index(self) -> bytes:
         """What the piece holds, as `seal` was given it. Raises `PieceLost`."""
 
-    def digests(self) -> Sequence[str]:
-        """Of each 16 MiB of it, in order: see `elastic.storage.chunks`. Raises `PieceLost`."""
+    def digests(self) -> FileDigest:
+        """Of all of it, and of each chunk. Raises `PieceLost`."""
 
     def view(self) -> memoryview | None:
         """All of it where it lies, if that is in this machine's memory."""

@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from elastic.storage.chunk_digests import CHUNK_BYTES, chunk_problem
 from elastic.storage.manifest import TensorInfo
 from elastic.training import jsonable
 from elastic.training.loading import Restored, agree, read_tensors
 from elastic.training.node_memory import PieceLost, PieceSource
 from elastic.training.part import torch_dtype
 from elastic.training.piece import Layout, Part
-from elastic.training.piece_digests import CHUNK_BYTES, digest
 from elastic.training.saving import STATE, rank_file
 from elastic.training.shard_reader import CheckpointCorrupt
 from elastic.training.state import TrackedState
@@ -240,13 +240,11 @@ class _Piece:
         else:
             chunk = self._fetched[number] = self._copies[0].read(start, end - start)
         if number not in self._checked:
-            found, expected = digest(chunk), self._digests[number]
-            if found != expected:
+            problem = chunk_problem(self._digests, number, chunk)
+            if problem:
                 self._fetched.pop(number, None)
-                raise CheckpointCorrupt(
-                    f"{self.name} in the memory of node {self._copies[0].where}",
-                    f"expected {expected} for bytes {start} to {end}, found {found}",
-                )
+                where = f"{self.name} in the memory of node {self._copies[0].where}"
+                raise CheckpointCorrupt(where, problem)
             self._checked.add(number)
         return chunk
 

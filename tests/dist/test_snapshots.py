@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic.storage.chunk_digests import ChunkDigester
+from elastic.storage.manifest import FileDigest
 from elastic.training import jsonable, piece
 from elastic.training.loading import LoadFailed
 from elastic.training.node_memory import PieceLost
 from elastic.training.piece import Layout
-from elastic.training.piece_digests import chunks, digest
 from elastic.training.saving import STATE, rank_file
 from elastic.training.shard_reader import CheckpointCorrupt
 from elastic.training.snapshot_reader import load_snapshot
@@ -36,8 +36,10 @@ class InFile:
             raise PieceLost(self.where)
         return self._path.with_suffix(".index").read_bytes()
 
-    def digests(self) -> Sequence[str]:
-        return self._path.with_suffix(".digests").read_text().split()
+    def digests(self) -> FileDigest:
+        digester = ChunkDigester()
+        digester.update(self._path.with_suffix(".sound").read_bytes())
+        return digester.file("the piece")
 
     def view(self) -> memoryview | None:
         return memoryview(bytearray(self._path.read_bytes())) if self._is_here else None
@@ -68,8 +70,7 @@ def put(folder: Path, tracked: TrackedState) -> None:
         path = folder / f"{rank}.{kind}"
         path.write_bytes(room)
         path.with_suffix(".index").write_bytes(layout.to_json())
-        found = [digest(room[start:end]) for start, end in chunks(layout.num_bytes)]
-        path.with_suffix(".digests").write_text("\n".join(found))
+        path.with_suffix(".sound").write_bytes(room[: layout.num_bytes])
 
 
 def built(seed: int) -> TrackedState:
