@@ -9,16 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic.policy.mesh import TENSOR
 from elastic.storage.chunk_digests import ChunkDigester
 from elastic.storage.manifest import FileDigest
 from elastic.training import jsonable, piece
 from elastic.training.loading import LoadFailed
 from elastic.training.node_memory import PieceLost
-from elastic.training.piece import Layout
+from elastic.training.piece import Layout as Pieces
+from elastic.training.process_group import Groups
 from elastic.training.saving import STATE, rank_file
 from elastic.training.shard_reader import CheckpointCorrupt
 from elastic.training.snapshot_reader import load_snapshot
 from elastic.training.state import TrackedState
+from tests.dist.mesh_run import LAYOUTS, Layout, backward, generation
+from tests.dist.mesh_run import built as on_its_mesh
 from tests.dist.processes import run_ranks
 from tests.dist.small_run import content, restore, save, small, train
 
@@ -121,7 +125,7 @@ def test_a_snapshot_is_what_a_checkpoint_is_at_any_size(tmp_path: Path) -> None:
         for found in run_ranks(take_over, world_size, tmp_path, 3, manifest):
             assert found == whole
     with (tmp_path / "1.own").open("r+b") as file:  # a byte that every rank reads
-        layout = Layout.from_json((tmp_path / "1.index").read_bytes())
+        layout = Pieces.from_json((tmp_path / "1.index").read_bytes())
         file.seek(layout.parts[0].start)
         byte = file.read(1)
         file.seek(layout.parts[0].start)
@@ -130,3 +134,36 @@ def test_a_snapshot_is_what_a_checkpoint_is_at_any_size(tmp_path: Path) -> None:
         assert found == whole
     (tmp_path / "2.own").unlink()
     run_ranks(lost, 2, tmp_path, 3)
+
+
+def on_mesh(rank: int, world_size: int, folder: Path, layout: Layout) -> None:
+    with generation(0, rank, layout, str(folder)) as groups:
+        tracked = stepped(groups, seed=1)
+        put(folder, tracked)
+        whole = content(tracked)
+        kept = [Pieces.from_json((folder / f"{r}.index").read_bytes()) for r in range(world_size)]
+        parts = [(part.name, part.offsets) for one in kept for part in one.parts]
+        if groups.shape[TENSOR] == 1:
+            assert len(parts) == len(set(parts)), "replicas are kept once"
+    if rank < 2:
+        with generation(1, rank, LAYOUTS[1], str(folder)) as groups:
+            tracked = stepped(groups, seed=2)
+            load_snapshot(sources(folder, world_size, "copy"), "it", tracked, groups.control)
+            assert content(tracked) == whole
+
+
+def stepped(groups: Groups, seed: int) -> TrackedState:
+    model = on_its_mesh(groups, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    backward(model, 0, groups.shape, dist.get_rank())
+    optimizer.step()
+    optimizer.zero_grad()
+    return TrackedState(model=model, optimizer=optimizer)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", LAYOUTS[4:6], ids=str)
+def test_a_snapshot_of_replicas_and_of_tensor_parallel_ranks_loads_on_another_mesh(
+    tmp_path: Path, layout: Layout
+) -> None:
+    run_ranks(on_mesh, layout.size, tmp_path, layout)

@@ -11,7 +11,7 @@ from elastic.policy import culprits, growth
 from elastic.policy import events as e
 from elastic.policy.cause import first_cause, headline, is_victim
 from elastic.policy.situation import FINAL, Phase, Rules, Situation, Then
-from elastic.policy.transitions import EVENTS, TABLE, IllegalEvent, decide
+from elastic.policy.transitions import EVENTS, FINAL_ERRORS, TABLE, IllegalEvent, decide
 
 ILLEGAL = TABLE[Phase.LOOKING, e.GroupStopped]
 
@@ -225,7 +225,7 @@ def test_exceptions_have_their_own_budget():
         assert (drive.now.phase is Phase.FAILED) == (num == 2)
 
 
-@pytest.mark.parametrize("name", ["StateMismatch", "NoSoundCheckpoint", "InvalidInput"])
+@pytest.mark.parametrize("name", FINAL_ERRORS)
 def test_what_a_restart_cannot_mend_is_not_retried(name: str):
     drive = Drive(dataclasses.replace(RULES, max_failures=-1)).running(3)
     drive(e.RankFailed(generation=0, error=error(1, name)))
