@@ -8,21 +8,22 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import ray
 
 from elastic.cluster.segment import Place, map_place
 from elastic.cluster.snapshot_keeper import Described
-from elastic.policy.coverage import SLOTS, Piece, Resume, Snapshot, Unneeded, room_bytes
+from elastic.policy.coverage import Piece, Resume, Snapshot, Unneeded, room_bytes
 from elastic.storage.manifest import FileDigest
 from elastic.training.coordinator import NoSoundCheckpoint
 from elastic.training.membership import Membership
 from elastic.training.node_memory import NotKept, PieceLost, PieceSource
 
-_ROOM_S = 5.0
+_ROOM_S = 60.0
 _SEAL_S = 120.0
 _READ_S = 60.0
 
@@ -43,15 +44,17 @@ class Mapped:
 
     rooms: dict[Place, mmap.mmap] = field(default_factory=dict)
 
-    def room(self, place: Place) -> memoryview:
-        """Raises `OSError`."""
-        if place not in self.rooms:
-            while len(self.rooms) >= SLOTS:
-                oldest = self.rooms.pop(next(iter(self.rooms)))
-                with contextlib.suppress(BufferError):
-                    oldest.close()
-            self.rooms[place] = map_place(place, writes=True)
-        return memoryview(self.rooms[place])
+    def only(self, places: Iterable[Place]) -> None:
+        """From now on these. Raises `OSError`."""
+        wanted = list(places)
+        for place in self.rooms.keys() - wanted:
+            with contextlib.suppress(BufferError):  # in use: it goes with that
+                self.rooms.pop(place).close()
+        for place in wanted:
+            if place not in self.rooms:
+                self.rooms[place] = room = map_place(place, writes=True)
+                # Each page is found once, here: training does not wait for it.
+                np.frombuffer(room, dtype=np.uint8)[:: mmap.PAGESIZE] |= np.uint8(0)
 
 
 class MemoryLine:
@@ -62,6 +65,8 @@ class MemoryLine:
         self._member = member
         self._driver = driver
         self._mapped = mapped
+        self._rooms: dict[Place, Piece | None] = {}
+        self._filled: Place | None = None
         self._keeper = keepers.by_node.get(keepers.own)
 
     def check(self, piece_bytes: int) -> str:
@@ -74,25 +79,38 @@ class MemoryLine:
             return ""  # which says nothing about memory
         return found
 
-    def room(self, num_bytes: int, unneeded: Unneeded) -> memoryview:
-        """From the keeper of this node."""
-        generation = self._member.generation
-        place = self._ask("room", os.getpid(), generation, num_bytes, unneeded, timeout_s=_ROOM_S)
+    def prepare(self, num_bytes: int) -> None:
+        """Asks the keeper of this node, and maps what it gives."""
+        rooms = self._ask(
+            "rooms", os.getpid(), self._member.generation, num_bytes, timeout_s=_ROOM_S
+        )
         try:
-            return self._mapped.room(place)
+            self._mapped.only(place for place, _ in rooms)
         except OSError as error:
             raise NotKept(
                 f"the memory of this node's keeper cannot be mapped ({error}): it must be a "
                 "process of the same user, in the same container"
             ) from error
+        self._rooms = dict(rooms)
+
+    def room(self, num_bytes: int, unneeded: Unneeded) -> memoryview | None:
+        """Of what is mapped; nobody is asked."""
+        for place, piece in self._rooms.items():
+            if place.num_bytes >= num_bytes and (piece is None or unneeded.has(piece)):
+                self._filled = place
+                return memoryview(self._mapped.rooms[place])
+        return None
 
     def seal(self, piece: Piece, num_bytes: int, index: bytes, unneeded: Unneeded) -> None:
         """The keeper digests it, and sends the copy."""
-        buddy = self._keepers.by_node.get(self._keepers.buddy or "")
+        place, buddy = self._filled, self._keepers.by_node.get(self._keepers.buddy or "")
         if self._keepers.buddy is not None and buddy is None:
             raise NotKept(f"node {self._keepers.buddy[:12]} has no keeper for the copy")
+        assert place is not None, "no room was taken"
+        self._rooms[place] = piece
         self._ask(
-            *("seal", os.getpid(), piece, num_bytes, index, buddy, unneeded), timeout_s=_SEAL_S
+            *("seal", os.getpid(), place, piece, num_bytes, index, buddy, unneeded),
+            timeout_s=_SEAL_S,
         )
 
     def sources(self, snapshot: Snapshot) -> Sequence[Sequence[PieceSource]]:

@@ -66,7 +66,6 @@ class SnapshotKeeper:
         self._fence = -1
         self._kept: dict[Piece, _Kept] = {}
         self._free: dict[int, list[Segment]] = {}
-        self._given: dict[int, Segment] = {}
 
     # --- the driver -----------------------------------------------------------------------------
 
@@ -104,41 +103,52 @@ class SnapshotKeeper:
             return ""
         return f"snapshots need {needed_bytes} bytes of memory here, found {found} available"
 
-    def room(self, owner: int, generation: int, num_bytes: int, unneeded: Unneeded) -> Place:
-        """A segment of at least that size for this worker's next piece. Raises `Refused`."""
+    def rooms(
+        self, owner: int, generation: int, num_bytes: int
+    ) -> list[tuple[Place, Piece | None]]:
+        """The segments of this worker, each of at least that size unless a piece lies in it.
+
+        Raises `Refused`.
+        """
         with self._lock:
             self._check_fence(generation)
-            self._drop(unneeded.has)
-            given = self._given.pop(owner, None)
-            if given is not None:
-                self._free.setdefault(owner, []).append(given)
-            segment = self._given[owner] = self._segment(owner, num_bytes)
-            return segment.place
+            used = [kept for kept in self._kept.values() if kept.owner == owner]
+            free = self._free.setdefault(owner, [])
+            for segment in [segment for segment in free if segment.num_bytes < num_bytes]:
+                free.remove(segment)
+                segment.close()
+            while len(used) + len(free) < SLOTS:
+                free.append(_new_segment(num_bytes))
+            occupied = [(kept.segment.place, kept.piece) for kept in used]
+            return [*((segment.place, None) for segment in free), *occupied]
 
     def seal(
         self,
         owner: int,
+        place: Place,
         piece: Piece,
         num_bytes: int,
         index: bytes,
         buddy: Any,
         unneeded: Unneeded,
     ) -> None:
-        """The segment last given holds this piece; ends when it is digested and copied.
+        """The segment at `place` holds this piece; ends when it is digested and copied.
 
-        `buddy` is the keeper that gets the copy; None for none. Raises `Refused`.
+        What is unneeded gives way. `buddy` is the keeper that gets the copy; None for none. Raises
+        `Refused`.
         """
         with contextlib.suppress(OSError):
             # Of this thread: training comes first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         with self._lock:
             self._check_fence(piece.generation)
-            segment = self._given.pop(owner, None)
+            self._drop(unneeded.has)
+            segment = next((s for s in self._free.get(owner, ()) if s.place == place), None)
             if segment is None or segment.num_bytes < num_bytes:
-                raise Refused(f"no room was given to {owner} for {piece}")
-            kept = self._kept[piece] = _Kept(
-                piece, segment, num_bytes, owner, index, is_sealed=True
-            )
+                raise Refused(f"{piece} lies where worker {owner} has no room")
+            self._free[owner].remove(segment)
+            kept = _Kept(piece, segment, num_bytes, owner, index, is_sealed=True)
+            self._kept[piece] = kept
         view = segment.view[:num_bytes]
         try:
             digester = ChunkDigester()
@@ -156,7 +166,7 @@ class SnapshotKeeper:
         with self._lock:
             self._check_fence(piece.generation)
             self._drop(lambda one: one == piece or unneeded.has(one))
-            segment = self._segment(_COPIES, num_bytes)
+            segment = self._room_for_copy(num_bytes)
             self._kept[piece] = _Kept(piece, segment, num_bytes, _COPIES)
 
     def receive(self, piece: Piece, start: int, data: Any) -> None:
@@ -199,9 +209,8 @@ class SnapshotKeeper:
                 raise Refused(f"{piece} is not here")
             return self._kept[piece]
 
-    def _segment(self, owner: int, num_bytes: int) -> Segment:
-        """One that is free, or a new one while the owner has not all its own."""
-        free = self._free.setdefault(owner, [])
+    def _room_for_copy(self, num_bytes: int) -> Segment:
+        free = self._free.setdefault(_COPIES, [])
         for segment in free:
             if segment.num_bytes >= num_bytes:
                 free.remove(segment)
@@ -209,13 +218,7 @@ class SnapshotKeeper:
         for segment in free:  # too small for what it was kept for
             segment.close()
         free.clear()
-        if owner != _COPIES and sum(one.owner == owner for one in self._kept.values()) >= SLOTS:
-            raise Refused(f"both places of {owner} are in use")
-        try:
-            # The text of random streams and counters is not always of one length.
-            return Segment(-(-(num_bytes + _SPARE_BYTES) // _SPARE_BYTES) * _SPARE_BYTES)
-        except OSError as error:
-            raise Refused(f"no {num_bytes} bytes of memory: {error}") from error
+        return _new_segment(num_bytes)
 
     def _drop(self, is_old: Callable[[Piece], bool]) -> None:
         for piece in [piece for piece in self._kept if is_old(piece)]:
@@ -236,6 +239,14 @@ class SnapshotKeeper:
             flying.append(buddy.receive.remote(piece, start, data))
         _get(flying)
         _get([buddy.end_copy.remote(piece, kept.index, kept.digests)])
+
+
+def _new_segment(num_bytes: int) -> Segment:
+    try:
+        # The text of random streams and counters is not always of one length.
+        return Segment(-(-(num_bytes + _SPARE_BYTES) // _SPARE_BYTES) * _SPARE_BYTES)
+    except OSError as error:
+        raise Refused(f"no {num_bytes} bytes of memory: {error}") from error
 
 
 def _get(answers: list[Any]) -> None:

@@ -46,10 +46,16 @@ class NodeMemory(Protocol):
     def check(self, piece_bytes: int) -> str:
         """Why there is too little memory for snapshots of such pieces; "" unless that is known."""
 
-    def room(self, num_bytes: int, unneeded: Unneeded) -> memoryview:
+    def prepare(self, num_bytes: int) -> None:
+        """Have room for pieces of that size. Takes its time; off the training thread.
+
+        Raises `NotKept`.
+        """
+
+    def room(self, num_bytes: int, unneeded: Unneeded) -> memoryview | None:
         """Memory for the next piece, of at least that size; what lies in it is worthless.
 
-        It is that of an unneeded piece, and of no other. Raises `NotKept`.
+        It is that of an unneeded piece, or of none. None where it has to be prepared first.
         """
 
     def seal(self, piece: Piece, num_bytes: int, index: bytes, unneeded: Unneeded) -> None:

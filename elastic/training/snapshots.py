@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from elastic.policy.coverage import Piece, Unneeded
 from elastic.policy.mesh import TENSOR
 from elastic.training import jsonable, piece, rng
@@ -59,6 +61,7 @@ class Snapshots:
         self._last: Piece | None = None
         self._is_ended = True
         self._is_kept = False
+        self._has_room = False
         self._unneeded = Unneeded()
         self._problem = ""
         self._num_skipped = 0
@@ -104,61 +107,67 @@ class Snapshots:
         if agreement.snapshot_is_kept() and self._last is not None:
             self._unneeded = Unneeded(whole=self._last)
         step = counters["step"]
-        if step % self._every:
+        is_due = step % self._every == 0
+        if not is_due and self._has_room:
             return
         if not agreement.snapshot_is_ended():
-            self._num_skipped += 1
-            self._say("snapshot_skipped", {"step": step, "skipped": self._num_skipped})
+            if is_due:
+                self._num_skipped += 1
+                self._say("snapshot_skipped", {"step": step, "skipped": self._num_skipped})
             return
         self._reporter.phase = "snapshot"
         flush()
-        self._take(self.memory, state, counters)
+        try:
+            self._begin(self.memory, state, counters, is_due)
+        except Exception as error:  # noqa: BLE001 - the others go on, and so does this rank
+            self._is_kept = False
+            self._has_failed(error)
 
-    def _take(self, memory: NodeMemory, state: TrackedState, counters: Mapping[str, int]) -> None:
-        member, begun_s = self._member, time.monotonic()
+    def _begin(
+        self, memory: NodeMemory, state: TrackedState, counters: Mapping[str, int], is_due: bool
+    ) -> None:
+        """A copy in this node's memory, where it has room; where not, room for the next one."""
+        begun_s = time.monotonic()
         # One that was not kept everywhere gives its place to this one, and not the one before it.
         whole = self._unneeded.whole
         unneeded = Unneeded(whole=whole, failed=None if self._last == whole else self._last)
-        self._last = made = Piece(
-            generation=member.generation,
-            step=counters["step"],
-            world_rank=member.world_rank,
-            world_size=member.world_size,
-        )
-        self._is_ended = self._is_kept = False
-        try:
-            layout = self._copy(memory, state, counters, unneeded)
-        except Exception as error:  # noqa: BLE001 - the others go on, and so does this rank
-            self._has_failed(error)
+        tensors, files = self._content(state, counters)
+        layout, sources = piece.lay_out(tensors, files, self._member.world_rank)
+        room = memory.room(layout.num_bytes, unneeded)
+        self._has_room = True
+        if room is None:
+            self._in_background(lambda: memory.prepare(layout.num_bytes))
+        if room is None or not is_due:
             return
+        self._last = made = self._piece(counters["step"])
+        self._is_kept = False
+        piece.copy(layout, sources, files, room)
         stall_s = time.monotonic() - begun_s
 
-        def finish() -> None:
-            with contextlib.suppress(OSError, AttributeError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-            try:
-                # A history that goes on from here has no gap below it.
-                self._reporter.flush()
-                memory.seal(made, layout.num_bytes, layout.to_json(), unneeded)
-            except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to
-                self._has_failed(error)
-                return
+        def seal() -> None:
+            # A history that goes on from here has no gap below it.
+            self._reporter.flush()
+            memory.seal(made, layout.num_bytes, layout.to_json(), unneeded)
             self._is_kept = True
-            self._is_ended = True
             took_s = time.monotonic() - begun_s
             told = {"bytes": layout.num_bytes, "stall_s": stall_s, "took_s": took_s}
             self._say("snapshot_kept", {"step": made.step, **told})
 
-        threading.Thread(target=finish, name="elastic-snapshot", daemon=True).start()
+        self._in_background(seal)
 
-    def _copy(
-        self,
-        memory: NodeMemory,
-        state: TrackedState,
-        counters: Mapping[str, int],
-        unneeded: Unneeded,
-    ) -> piece.Layout:
-        """What a checkpoint of this moment would hold, in this rank's memory on the node."""
+    def _piece(self, step: int) -> Piece:
+        member = self._member
+        return Piece(
+            generation=member.generation,
+            step=step,
+            world_rank=member.world_rank,
+            world_size=member.world_size,
+        )
+
+    def _content(
+        self, state: TrackedState, counters: Mapping[str, int]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, bytes]]:
+        """What a checkpoint of this moment would hold: live tensors, and this rank's files."""
         rank = self._member.world_rank
         captured = state.capture()
         rank_plain = {"rng": rng.capture(), TENSOR: self._groups.shape[TENSOR]}
@@ -170,10 +179,21 @@ class Snapshots:
                 "tracked": captured.plain,
             }
             files[STATE] = jsonable.dumps(plain, "plain").encode()
-        layout, sources = piece.lay_out(captured.tensors, files, rank)
-        room = memory.room(layout.num_bytes, unneeded)
-        piece.copy(layout, sources, files, room)
-        return layout
+        return captured.tensors, files
+
+    def _in_background(self, work: Callable[[], None]) -> None:
+        self._is_ended = False
+
+        def run() -> None:
+            with contextlib.suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            try:
+                work()
+                self._is_ended = True
+            except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to
+                self._has_failed(error)
+
+        threading.Thread(target=run, name="elastic-snapshot", daemon=True).start()
 
     def _has_failed(self, error: Exception) -> None:
         self._is_ended = True

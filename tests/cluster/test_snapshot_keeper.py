@@ -14,7 +14,7 @@ import pytest
 
 from elastic.cluster.segment import Place, map_place
 from elastic.cluster.snapshot_keeper import Refused, SnapshotKeeper
-from elastic.policy.coverage import Piece, Unneeded
+from elastic.policy.coverage import SLOTS, Piece, Unneeded
 from elastic.storage.chunk_digests import ChunkDigester, chunk_problem
 
 OWN = os.getpid()
@@ -25,10 +25,21 @@ def piece(step: int, *, generation: int = 0) -> Piece:
 
 
 def keep(keeper: SnapshotKeeper, made: Piece, data: bytes, unneeded: Unneeded) -> Place:
-    place: Place = keeper.room(OWN, made.generation, len(data), unneeded)
+    place = room(keeper, made.generation, len(data), unneeded)
+    assert place is not None
     map_place(place, writes=True)[: len(data)] = data
-    keeper.seal(OWN, made, len(data), b"index", None, unneeded)
+    keeper.seal(OWN, place, made, len(data), b"index", None, unneeded)
     return place
+
+
+def room(
+    keeper: SnapshotKeeper, generation: int, num_bytes: int, unneeded: Unneeded
+) -> Place | None:
+    """As a rank chooses among its segments."""
+    rooms = keeper.rooms(OWN, generation, num_bytes)
+    assert len(rooms) == SLOTS
+    free = [place for place, piece in rooms if piece is None or unneeded.has(piece)]
+    return free[0] if free else None
 
 
 def test_what_was_sealed_is_there_with_its_digests() -> None:
@@ -55,18 +66,17 @@ def test_two_places_are_used_in_turn_and_the_whole_one_is_never_written_to() -> 
         unneeded = Unneeded(whole=unneeded.whole, failed=piece(14))
         assert piece(12) in keeper.open(0)
     assert len(set(places)) == 2
-    with pytest.raises(Refused, match="both places"):
-        keeper.room(OWN, 0, 10, Unneeded(whole=piece(12)))
+    assert room(keeper, 0, 10, Unneeded(whole=piece(12))) is None
 
 
 def test_an_older_generation_can_put_nothing_into_it() -> None:
     keeper = SnapshotKeeper()
     keep(keeper, piece(2), b"x", Unneeded())
-    keeper.room(OWN, 0, 10, Unneeded())  # given, and not yet filled
+    place = room(keeper, 0, 10, Unneeded())  # given, and not yet filled
     assert keeper.open(1) == [piece(2)]
     for attempt in (
-        lambda: keeper.room(OWN, 0, 10, Unneeded()),
-        lambda: keeper.seal(OWN, piece(4), 1, b"", None, Unneeded()),
+        lambda: keeper.rooms(OWN, 0, 10),
+        lambda: keeper.seal(OWN, place, piece(4), 1, b"", None, Unneeded()),
         lambda: keeper.begin_copy(piece(4), 10, Unneeded()),
     ):
         with pytest.raises(Refused, match="generation 0 was replaced by generation 1"):
