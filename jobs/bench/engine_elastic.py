@@ -66,6 +66,7 @@ def main(argument: str) -> None:
         elastic_config=ElasticConfig(
             save_every=plan.save_every_steps,
             recovery=plan.recovery,
+            snapshot_every=plan.snapshot_every,
             hangs=hangs,
             node_strikes=0,  # no rival keeps a node out for being struck
         ),

@@ -38,6 +38,7 @@ class Plan:
     saves_on_preemption: bool = False
     # Of our service alone; rivals pass them by.
     recovery: str = "warm"
+    snapshot_every: int | None = None
     hang_limit_s: float | None = None
 
     @property
@@ -94,6 +95,13 @@ ENGINES = {
             module="jobs.bench.engine_elastic",
             fast_health_checks=True,
             plan={"recovery": "cold"},
+            read_phases=_phases_from_ledger,
+        ),
+        Engine(
+            name="elastic-memory",
+            module="jobs.bench.engine_elastic",
+            fast_health_checks=True,
+            plan={"snapshot_every": 2},
             read_phases=_phases_from_ledger,
         ),
         Engine(name="ray-train", module="jobs.bench.engine_ray_train"),
