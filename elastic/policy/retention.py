@@ -13,6 +13,8 @@ from dataclasses import dataclass
 class Retention:
     """Keeps the newest `keep` checkpoints, and for ever each whose step `keep_every` divides.
 
+    Where the run has an archive, the latter are kept here until they are there.
+
     `keep` is at least 1, or -1 for all; `keep_every` is at least 1, or None for no archive. Raises
     `ValueError` for other values: there is no way to ask for none to be kept.
     """
@@ -31,15 +33,27 @@ class Retention:
                 f"found {self.keep_every}"
             )
 
-    def to_remove(self, complete_steps: Sequence[int], protected: Collection[int]) -> list[int]:
+    def to_remove(
+        self,
+        complete_steps: Sequence[int],
+        protected: Collection[int],
+        archived: Collection[int] = (),
+    ) -> list[int]:
         """Those of `complete_steps`, in any order, that are neither kept nor protected; ascending.
 
-        Incomplete checkpoints must not be passed: they would count as kept ones.
+        Incomplete checkpoints must not be passed: they would count as kept ones. `archived` are
+        those that lie, complete, in an archive as well.
         """
         steps = sorted(set(complete_steps))
         newest = steps if self.keep == -1 else steps[-self.keep :]
         kept = set(newest) | set(protected)
-        return [step for step in steps if step not in kept and not self.archives(step)]
+        kept |= {step for step in steps if self.archives(step) and step not in archived}
+        return [step for step in steps if step not in kept]
+
+    def to_archive(self, complete_steps: Sequence[int], archived: Collection[int]) -> list[int]:
+        """Those of `complete_steps` that belong in the archive and are not there; ascending."""
+        missing = set(complete_steps) - set(archived)
+        return sorted(step for step in missing if self.archives(step))
 
     def archives(self, step: int) -> bool:
         """Whether that step is kept for ever."""

@@ -176,9 +176,17 @@ class Catalog:
         `StaleGeneration`, `UnsupportedFormat`, and `ValueError` for a manifest of another run or
         attempt.
         """
-        step = manifest.step
         self._check_ours(manifest, attempt_path)
         check_fence(self.fs, manifest.generation)
+        return self.adopt(manifest, attempt_path, replace=replace)
+
+    def adopt(self, manifest: Manifest, attempt_path: str, *, replace: bool = False) -> Checkpoint:
+        """As `commit`, of a copy of what an older generation has saved.
+
+        For the holder of the run's lease alone, since no fence is asked.
+        """
+        self._check_ours(manifest, attempt_path)
+        step = manifest.step
         old = self._look(step)
         if old.too_new:
             raise old.too_new

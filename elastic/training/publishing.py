@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from elastic.policy.retention import Retention
 from elastic.storage import retention
+from elastic.storage.archiver import Archiver
 from elastic.storage.checkpoints import Catalog, Manifest
 from elastic.training.coordinator import Shard
 
@@ -44,12 +45,17 @@ class Published:
 
 
 def publish(
-    catalog: Catalog, shards: Sequence[Shard], keep: Retention, protected: Collection[int]
+    catalog: Catalog,
+    shards: Sequence[Shard],
+    keep: Retention,
+    protected: Collection[int],
+    archiver: Archiver | None = None,
 ) -> Published:
     """Commit the save that these shards, one of each rank, are the whole of.
 
-    An older checkpoint of the same step gives way: the resumed history wins. Raises what
-    `Catalog.commit` raises; then nothing was published.
+    An older checkpoint of the same step gives way: the resumed history wins. What belongs in the
+    archive stays until the archiver has taken it. Raises what `Catalog.commit` raises; then
+    nothing was published.
     """
     one = shards[0]
     assert {shard.world_rank for shard in shards} == set(range(one.world_size)), shards
@@ -66,7 +72,12 @@ def publish(
         files=[file for shard in shards for file in shard.files],
     )
     done = catalog.commit(manifest, one.path, replace=True)
-    removed = retention.apply(catalog, keep, {done.step, *protected})
+    protected = {done.step, *protected}
+    if archiver is None:
+        removed = retention.apply(catalog, keep, protected)
+    else:
+        removed = retention.apply(catalog, keep, protected, archiver.holding)
+        archiver.wake()
     return Published(
         step=done.step,
         generation=one.generation,

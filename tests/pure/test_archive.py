@@ -1,0 +1,276 @@
+"""The archive: what belongs there gets there whole, and only then may go from the run's storage."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from elastic.policy.retention import Retention
+from elastic.storage import local_store, retention
+from elastic.storage.archive import Archive, ArchiveTaken, check_archive
+from elastic.storage.archiver import Archiver
+from elastic.storage.checkpoints import Catalog
+from elastic.storage.copying import CopyDamaged, copy_checkpoint
+from elastic.storage.fence import raise_fence
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.run_file import RunFile, create_run_file, load_run_file
+from elastic.storage.verification import verify
+from tests.made_run import add_checkpoint
+
+POLICY = Retention(keep=2, keep_every=20)
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That data is synced, and in which order, is what test_filesystem.py is about."""
+    monkeypatch.setattr(local_store.os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> RunFile:
+    return _run_file(tmp_path / "runs" / "demo")
+
+
+@pytest.fixture
+def catalog(tmp_path: Path, run_file: RunFile) -> Catalog:
+    return Catalog(Filesystem.at(str(tmp_path / "runs" / "demo")), run_file.run_id)
+
+
+@pytest.fixture(params=["local", "object"])
+def archive(request: pytest.FixtureRequest, tmp_path: Path, run_file: RunFile) -> Archive:
+    url = str(tmp_path / "archive") if request.param == "local" else f"memory://{uuid.uuid4().hex}"
+    return Archive(Filesystem.at(f"{url}/demo"), run_file)
+
+
+Words = list[tuple[str, int, str]]
+Start = Callable[..., tuple[Archiver, Words]]
+
+
+@pytest.fixture
+def start(catalog: Catalog) -> Iterator[Start]:
+    begun: list[Archiver] = []
+
+    def start(archive: Archive, may_publish: Callable[[], object] = lambda: None) -> Any:
+        words: Words = []
+        archiver = Archiver(
+            catalog,
+            archive,
+            POLICY,
+            tell=lambda kind, step, reason, data: words.append((kind, step, reason)),
+            before_publishing=may_publish,
+        )
+        begun.append(archiver)
+        return archiver, words
+
+    yield start
+    for archiver in begun:
+        archiver.close()
+
+
+def _run_file(root: Path) -> RunFile:
+    nothing: dict[str, Any] = {"config": {}, "identity": {}, "operational": {}, "versions": {}}
+    fs = Filesystem.at(str(root))
+    return create_run_file(fs, name="demo", created_s=0.0, seed=0, **nothing)
+
+
+def test_what_the_archive_has_not_yet_stays(catalog: Catalog, archive: Archive) -> None:
+    for step in range(0, 70, 10):
+        add_checkpoint(catalog, step)
+
+    def held(steps: Any) -> set[int]:
+        return archive.holding(catalog, steps, POLICY)
+
+    assert retention.apply(catalog, POLICY, (), held) == [10, 30]
+    archive.take(catalog, 20)
+    assert retention.apply(catalog, POLICY, (), held) == [20]
+    assert catalog.complete_steps() == [0, 40, 50, 60]
+    assert archive.catalog.complete_steps() == [20]
+    assert [one.result for one in verify(archive.catalog)] == ["good"]
+
+
+def test_the_archiver_takes_all_that_is_due_oldest_first(
+    catalog: Catalog, archive: Archive, start: Start
+) -> None:
+    for step in range(0, 50, 10):
+        add_checkpoint(catalog, step)
+    archiver, words = start(archive)
+    assert archiver.close(wait_s=60)
+    assert [(kind, step) for kind, step, _ in words] == [
+        ("checkpoint_archived", step) for step in (0, 20, 40)
+    ]
+    assert archive.catalog.complete_steps() == [0, 20, 40]
+    assert archiver.holding(catalog.complete_steps()) == {0, 20, 40}
+    assert load_run_file(archive.fs) is not None, "it is to be read as a run"
+
+
+def test_a_life_after_it_knows_what_is_there_and_takes_the_rest(
+    catalog: Catalog, archive: Archive, run_file: RunFile, start: Start
+) -> None:
+    add_checkpoint(catalog, 20)
+    archive.take(catalog, 20)
+    add_checkpoint(catalog, 40)
+    archiver, words = start(Archive(archive.fs, run_file))
+    assert archiver.close(wait_s=60)
+    assert [(kind, step) for kind, step, _ in words] == [("checkpoint_archived", 40)]
+
+
+def test_a_step_that_was_trained_again_is_taken_again(catalog: Catalog, archive: Archive) -> None:
+    add_checkpoint(catalog, 20)
+    archive.take(catalog, 20)
+    catalog.quarantine(20, "trained again")
+    add_checkpoint(catalog, 20, generation=3)
+    assert archive.holding(catalog, [20], POLICY) == set(), "the older one is not this one"
+    archive.take(catalog, 20)
+    assert archive.holding(catalog, [20], POLICY) == {20}
+    assert archive.catalog.manifest(20).generation == 3
+
+
+def test_an_archive_that_fails_is_told_once_and_tried_again(
+    catalog: Catalog, archive: Archive, start: Start
+) -> None:
+    whole = archive.fs.store
+    broken = threading.Event()
+    broken.set()
+
+    class Broken:
+        scheme = whole.scheme
+        num_tries = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(whole, name)
+
+        def open_output(self, path: str) -> Any:
+            Broken.num_tries += 1
+            if broken.is_set():
+                raise OSError(5, "Input/output error")
+            return whole.open_output(path)
+
+    archive.fs.store = cast(Any, Broken())
+    add_checkpoint(catalog, 20)
+    archiver, words = start(archive)
+    _until(lambda: len(words) == 1)
+    for tries in (2, 3):
+        archiver.wake()
+        _until(lambda tries=tries: Broken.num_tries == tries)
+    assert [(kind, step) for kind, step, _ in words] == [("archive_failed", 20)]
+    assert "Input/output error" in words[0][2]
+    assert retention.apply(catalog, Retention(keep=1, keep_every=20), (), archiver.holding) == []
+    broken.clear()
+    archiver.wake()
+    assert archiver.close(wait_s=60)
+    assert [kind for kind, _, _ in words] == ["archive_failed", "checkpoint_archived"]
+
+
+def test_damaged_bytes_are_not_archived_and_hold_up_nothing(
+    catalog: Catalog, archive: Archive, start: Start
+) -> None:
+    add_checkpoint(catalog, 20)
+    add_checkpoint(catalog, 40)
+    assert catalog.fs.local_root is not None
+    file = Path(catalog.fs.local_root, catalog.data_path(20), "__0_0.distcp")
+    data = bytearray(file.read_bytes())
+    data[0] ^= 1
+    file.write_bytes(data)
+    archiver, words = start(archive)
+    assert archiver.close(wait_s=60)
+    assert [(kind, step) for kind, step, _ in words] == [
+        ("archive_failed", 20),
+        ("checkpoint_archived", 40),
+    ]
+    assert "CopyDamaged" in words[0][2]
+    assert archive.catalog.complete_steps() == [40]
+
+
+def test_bytes_that_arrived_otherwise_are_not_called_archived(
+    catalog: Catalog, archive: Archive
+) -> None:
+    add_checkpoint(catalog, 20)
+    whole = archive.fs.store
+
+    class Liar:
+        """Acknowledges what it is given, and keeps something else of the same size."""
+
+        scheme = whole.scheme
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(whole, name)
+
+        def open_output(self, path: str) -> Any:
+            stream = whole.open_output(path)
+            write = stream.write
+            stream.write = lambda data: write(bytes(len(data)))  # type: ignore[method-assign]
+            return stream
+
+    archive.fs.store = cast(Any, Liar())
+    with pytest.raises(CopyDamaged, match="as it arrived"):
+        archive.take(catalog, 20)
+    assert archive.catalog.complete_steps() == []
+
+
+def test_who_has_lost_the_lease_archives_nothing(
+    catalog: Catalog, archive: Archive, start: Start
+) -> None:
+    def lost() -> None:
+        raise RuntimeError("the lease is lost")
+
+    add_checkpoint(catalog, 20)
+    archiver, words = start(archive, lost)
+    assert archiver.close(wait_s=60)
+    assert "the lease is lost" in words[0][2]
+    assert archive.catalog.complete_steps() == []
+
+
+def test_another_runs_archive_is_not_touched(tmp_path: Path, archive: Archive) -> None:
+    archive.claim()
+    other = Archive(archive.fs, _run_file(tmp_path / "others" / "demo"))
+    with pytest.raises(ArchiveTaken, match=archive.catalog.run_id):
+        other.claim()
+    found = load_run_file(archive.fs)
+    assert found is not None and found.run_id == archive.catalog.run_id
+
+
+def test_an_archived_checkpoint_comes_back_past_the_fence(
+    catalog: Catalog, archive: Archive
+) -> None:
+    add_checkpoint(catalog, 20)
+    archive.take(catalog, 20)
+    catalog.remove(20)
+    raise_fence(catalog.fs, 9)
+    copy_checkpoint(archive.catalog, 20, catalog)
+    assert catalog.complete_steps() == [20]
+    assert [one.result for one in verify(catalog)] == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("place", "keep_every", "said"),
+    [
+        ("archive", 10, "absolute"),
+        ("/mnt/runs/archive", 10, "lies in the storage"),
+        ("/mnt/runs", 10, "lies in the storage"),
+        ("/mnt/archive", None, "keep_every"),
+        ("s3n://bucket/archive", 10, "no access"),
+    ],
+)
+def test_an_archive_that_cannot_be_one_is_refused(
+    place: str, keep_every: int | None, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_archive(place, "/mnt/runs", keep_every)
+
+
+def test_an_archive_beside_the_storage_is_taken() -> None:
+    check_archive("/mnt/runs-archive", "/mnt/runs", 10)
+    check_archive(None, "/mnt/runs", None)
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
