@@ -23,6 +23,7 @@ from jobs import ray_cluster
 from jobs.pretrain_arguments import (
     InvalidInput,
     check,
+    check_tiers,
     hang_limits,
     identity_of,
     mesh,
@@ -111,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say = place.say_once
     try:
         storage = storage_of(arguments)
+        check_tiers(arguments, storage)
         config, num_workers = check(arguments)
         if place is not None and not arguments.name:
             raise InvalidInput("give --name: under torchrun a restart needs it to find its run")
@@ -145,6 +147,7 @@ def _train_under_torchrun(
 ) -> int:
     from elastic import run_standalone
     from elastic.policy.cause import is_victim
+    from elastic.storage.archive import ArchiveTaken
     from elastic.storage.claim import IdentityMismatch, run_url
     from elastic.storage.format import UnsupportedFormat
     from elastic.storage.lease import LeaseHeld
@@ -171,6 +174,8 @@ def _train_under_torchrun(
             save_behind=arguments.save_behind,
             keep=arguments.keep,
             keep_every=arguments.keep_every,
+            archive=arguments.archive,
+            local=arguments.local,
             identity=identity_of(config),
             accept_changes=arguments.accept_change,
             load_from=arguments.load_from,
@@ -181,7 +186,13 @@ def _train_under_torchrun(
         )
     except NotStarted:
         return 1  # rank 0 has the cause, and tells it
-    except (LeaseHeld, IdentityMismatch, UnsupportedFormat, NoSoundCheckpoint) as error:
+    except (
+        LeaseHeld,
+        IdentityMismatch,
+        UnsupportedFormat,
+        NoSoundCheckpoint,
+        ArchiveTaken,
+    ) as error:
         place.say_once(f"pretrain: {error}")
         return 1
     except RuntimeError as error:
@@ -256,6 +267,8 @@ def _trainer(
             snapshot_every=arguments.snapshot_every,
             keep=arguments.keep,
             keep_every=arguments.keep_every,
+            archive=arguments.archive,
+            local=arguments.local,
             wait_for_capacity_s=arguments.wait_for_capacity,
             identity=identity_of(config),
             accept_changes=arguments.accept_change,

@@ -15,6 +15,7 @@ from elastic.policy.durations import parse_duration_s
 from elastic.policy.hangs import HangLimits
 from elastic.policy.mesh import Mesh
 from elastic.policy.saves import AUTO, SaveInterval
+from elastic.storage.claim import recorded_tiers
 
 DEFAULT_STORAGE = Path("~/elastic-runs").expanduser()
 OPTIMIZERS = ("adamw", "sgd")
@@ -121,6 +122,14 @@ def _add_saving(found: argparse.ArgumentParser) -> None:
     )
     found.add_argument("--keep", type=int, default=3, help="newest checkpoints to keep; -1 all")
     found.add_argument("--keep-every", type=int, help="also keep steps divisible by this")
+    found.add_argument(
+        "--archive", metavar="URL", help="copy those there, and keep them in the storage no longer"
+    )
+    found.add_argument(
+        "--local",
+        metavar="DIR",
+        help="on each node's own disk: saves go there first, and to the storage beside training",
+    )
 
 
 def _add_notices(found: argparse.ArgumentParser) -> None:
@@ -280,6 +289,20 @@ def _check_trust(arguments: argparse.Namespace) -> None:
             f"--load-from {arguments.load_from} was not written by this run: add --trust-foreign "
             "if everybody who can write there may decide what the model begins with"
         )
+
+
+def check_tiers(arguments: argparse.Namespace, storage: str) -> None:
+    """Raises `InvalidInput` where --local or --archive can be no such place."""
+    try:
+        recorded_tiers(
+            storage,
+            arguments.name or "a-run",
+            local=arguments.local,
+            archive=arguments.archive,
+            keep_every=arguments.keep_every,
+        )
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
 
 
 def identity_of(config: dict[str, Any]) -> dict[str, Any]:

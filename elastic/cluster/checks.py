@@ -14,7 +14,7 @@ from elastic.cluster.elastic_config import ElasticConfig
 from elastic.policy.mesh import Mesh
 from elastic.policy.retention import Retention
 from elastic.policy.situation import Rules
-from elastic.storage.claim import run_url
+from elastic.storage.claim import recorded_tiers, run_url
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.rollback import RollbackRefused
 from elastic.storage.run_file import load_run_file
@@ -131,6 +131,17 @@ def retention(run: RunConfig, config: ElasticConfig) -> Retention:
     stock = None if checkpoint is None else checkpoint.num_to_keep
     keep = config.keep if config.keep is not None else (stock if stock is not None else 3)
     return Retention(keep=keep, keep_every=config.keep_every)
+
+
+def tiers(run: RunConfig, config: ElasticConfig) -> dict[str, str]:
+    """What the run file records of a local tier and an archive. Raises `ValueError`."""
+    return recorded_tiers(
+        str(run.storage_path),
+        str(run.name),
+        local=config.local,
+        archive=config.archive,
+        keep_every=config.keep_every,
+    )
 
 
 def url_of(run: RunConfig) -> str:

@@ -17,6 +17,7 @@ from elastic.policy import budgets, fitting
 from elastic.policy.cadence import Cadence
 from elastic.policy.events import Record
 from elastic.policy.situation import Situation
+from elastic.storage.archive import archive_of
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import claim
 from elastic.storage.filesystem import Filesystem
@@ -48,8 +49,12 @@ class ClaimedRun:
             self.cadence.hear_past(self.past)
             self.inheritance = Inheritance(config.take_over, self.past)
             self.catalog = Catalog(filesystem, self.run_id)
+            self.archive = archive_of(self._claim.run_file)
+            if self.archive is not None:
+                self.archive.check()
             if config.from_step is not None:
-                steps_above(self.catalog, config.from_step)  # refuses before anything is written
+                # Refuses before anything is written.
+                steps_above(self.catalog, config.from_step, self.archive)
             self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])
             self._injections = Injections()
             self._loggers = FanOut(config.loggers)
@@ -57,7 +62,14 @@ class ClaimedRun:
             self.metrics = FannedOutMetrics(filesystem, self._loggers)
             if config.from_step is not None:
                 why = "asked for on submission"
-                roll_back(self.catalog, self._ledger, config.from_step, why, time_s=time.time())
+                roll_back(
+                    self.catalog,
+                    self._ledger,
+                    config.from_step,
+                    why,
+                    time_s=time.time(),
+                    archive=self.archive,
+                )
             self.page = OwnPage(filesystem.url, config.page, config.page_token)
         except BaseException:
             self._claim.lease.release()
@@ -82,8 +94,12 @@ class ClaimedRun:
 
     def before_publishing(self) -> None:
         """The last thing before a commit, on the storage thread. Raises `LeaseLost`."""
-        self._claim.lease.check()
+        self.check_lease()
         self.metrics.flush()
+
+    def check_lease(self) -> None:
+        """From any thread. Raises `LeaseLost`."""
+        self._claim.lease.check()
 
     def record(self, record: Record) -> None:
         """Into the ledger; a disk that takes nothing more does not end the run."""

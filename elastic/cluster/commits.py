@@ -15,6 +15,8 @@ from typing import Any
 
 from elastic.policy.events import Committed, Event, Record, Unrecoverable
 from elastic.policy.retention import Retention
+from elastic.storage.archive import Archive
+from elastic.storage.archiver import ARCHIVED_S, Archiver
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.ledger import LedgerEvent
 from elastic.training.coordinator import CommitResult, Shard
@@ -55,6 +57,36 @@ class Commits:
         self._generation = -1
         self._attempts: dict[int, _Attempt] = {}
         self._protected: set[int] = set()
+        self._archiver: Archiver | None = None
+
+    def archive(
+        self,
+        archive: Archive | None,
+        record: Callable[[Record], None],
+        may_write: Callable[[], object],
+    ) -> None:
+        """From now on what belongs there is copied to the archive, if there is one, beside all
+        else.
+
+        `may_write` raises when this driver may write no more.
+        """
+        if archive is None:
+            return
+        loop = asyncio.get_running_loop()
+
+        def tell(kind: str, step: int, reason: str, data: dict[str, Any]) -> None:
+            word = Record(kind=kind, step=step, reason=reason, data=data)
+            loop.call_soon_threadsafe(record, word)
+
+        self._archiver = Archiver(
+            self._catalog, archive, self._keep, tell=tell, before_publishing=may_write
+        )
+
+    async def end_archiving(self, *, finish: bool) -> None:
+        """No copy begins any more; with `finish`, once the archive has all that belongs there."""
+        if self._archiver is not None:
+            wait_s = ARCHIVED_S if finish else 0.0
+            await asyncio.to_thread(self._archiver.close, wait_s)
 
     async def in_order(self, work: Callable[[], Any]) -> Any:
         """The result of `work`, done on the storage thread after all that was asked before."""
@@ -149,7 +181,7 @@ class Commits:
             if last.generation != self._generation:
                 raise RuntimeError(f"generation {last.generation} was replaced meanwhile")
             self._before_publishing()
-            return publish(self._catalog, shards, self._keep, self._protected)
+            return publish(self._catalog, shards, self._keep, self._protected, self._archiver)
 
         try:
             published = await self.in_order(work)

@@ -147,6 +147,7 @@ class Driver:
         """Train until the run is over. Raises what `claim` raises, and then nothing was done."""
         await asyncio.to_thread(self._open)
         self._run.record_start(self._recovery)
+        self._commits.archive(self._run.archive, self._record, self._run.check_lease)
         self._perform(LookForCapacity())
         self._spawn(self._rounds().run())
         while self._situation.phase not in FINAL:
@@ -372,6 +373,7 @@ class Driver:
         self._group.agents.close()
         self._resumption.keepers.close()
         await self._commits.in_order(self._run.metrics.flush)
+        await self._commits.end_archiving(finish=self._ended.outcome == "finished")
         await asyncio.to_thread(self._run.close)
         failed = self._ended.outcome == "failed"
         await self._host.end(TrainingFailed(self._ended.reason) if failed else None)

@@ -42,6 +42,12 @@ class ElasticConfig:
     """Complete checkpoints to keep; -1 for all. None takes `CheckpointConfig.num_to_keep`, or 3."""
     keep_every: int | None = None
     """Steps divisible by this are kept for ever."""
+    archive: str | None = None
+    """A path or URL, such as `s3://bucket/archive`, that those steps are copied to, and then need
+    no longer be kept in the run's own storage."""
+    local: str | None = None
+    """A directory on each node's own disk, such as `/nvme/elastic`. Saves are written there first,
+    and copied to storage beside training; restores read there what it has."""
     mesh: Mesh = field(default_factory=Mesh)
     """How the workers are laid out: all as one shard group, in replicas, in tensor-parallel groups.
     Numbers of workers that do not make whole ones are not used."""

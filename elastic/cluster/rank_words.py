@@ -52,6 +52,7 @@ class RankWords:
         self._generation = -1
         self._world_size = 0
         self._restored: set[int] = set()
+        self._told_of_disks: set[tuple[str, str]] = set()
         self._posted_step = -1
         self._source = ""
         self._has_snapshots = False
@@ -188,6 +189,16 @@ class RankWords:
                 reason=data["reason"],
                 data=data["facts"],
             )
+        )
+
+    def _on_local_tier(self, rank: int, data: Data) -> None:
+        """A node's own disk: each of its ranks says so when that fails, and once is enough."""
+        kind = str(data["kind"])
+        if kind != "local_copy_damaged" and (kind, data["host"]) in self._told_of_disks:
+            return
+        self._told_of_disks.add((kind, data["host"]))
+        self._record(
+            Record(kind=kind, generation=self._generation, world_rank=rank, reason=data["reason"])
         )
 
     def _on_rng_left_out(self, rank: int, data: Data) -> None:

@@ -33,6 +33,7 @@ from elastic.cluster.ray_internals import launch
 from elastic.cluster.succession import Succession
 from elastic.cluster.training_failed import TrainingFailed
 from elastic.policy.saves import SaveInterval
+from elastic.storage.archive import ArchiveTaken
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import IdentityMismatch, RunSpec
 from elastic.storage.filesystem import Filesystem
@@ -46,7 +47,7 @@ from elastic.training.membership import TrainingConfig
 logger = logging.getLogger("elastic")
 
 # Refusals that come before anything was begun: their message says it all.
-NOT_BEGUN = (LeaseHeld, IdentityMismatch, UnsupportedFormat, RollbackRefused)
+NOT_BEGUN = (LeaseHeld, IdentityMismatch, UnsupportedFormat, RollbackRefused, ArchiveTaken)
 
 
 class ElasticTrainer(TorchTrainer):
@@ -86,6 +87,7 @@ class ElasticTrainer(TorchTrainer):
         """The run directory, as an absolute path or a URL."""
         self.outcome = ""
         """How the last `fit` ended that returned: finished or stopped."""
+        self._tiers = checks.tiers(run, self.elastic_config)
         if torch_config is not None and torch_config.backend not in (None, "gloo", "nccl"):
             raise ValueError(
                 f"torch_config.backend is gloo or nccl here; found {torch_config.backend!r}"
@@ -113,6 +115,7 @@ class ElasticTrainer(TorchTrainer):
             LeaseHeld: another driver, of this or another cluster, is at this run; names it.
             IdentityMismatch: the name belongs to a run of another configuration; names the fields.
             RollbackRefused: `from_step` is not the step of a complete checkpoint.
+            ArchiveTaken: the archive holds another run of that name.
         """
         filesystem = Filesystem.at(self.run_url)
         checks.check_past(filesystem, self.elastic_config.from_step)
@@ -128,6 +131,7 @@ class ElasticTrainer(TorchTrainer):
             use_cuda=bool(self.scaling_config.use_gpu),
             mesh=self.elastic_config.mesh,
             load_from=self.elastic_config.load_from,
+            local=self.elastic_config.local,
         )
         serve = functools.partial(worker.serve, self._function, training)
 
@@ -178,6 +182,7 @@ class ElasticTrainer(TorchTrainer):
                 "keep": self._keep.keep,
                 "keep_every": self._keep.keep_every,
                 "mesh": str(self._rules.mesh),
+                **self._tiers,
             },
             accepted=self.elastic_config.accept_changes,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Sequence
 
 from elastic.policy.retention import Retention
@@ -16,7 +17,10 @@ from elastic.storage.copying import copy_checkpoint
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.run_file import RUN_FILE, RunFile, load_run_file
 
-__all__ = ["Archive", "ArchiveTaken", "check_archive"]
+__all__ = ["Archive", "ArchiveTaken", "archive_of", "check_archive"]
+
+
+logger = logging.getLogger("elastic")
 
 
 class ArchiveTaken(Exception):
@@ -52,6 +56,12 @@ def check_archive(archive: str | None, storage: str, keep_every: int | None) -> 
         )
 
 
+def archive_of(run_file: RunFile) -> Archive | None:
+    """The archive of that run; None if it was last submitted without one."""
+    url = run_file.operational.get("archive")
+    return Archive(Filesystem.at(url), run_file) if isinstance(url, str) else None
+
+
 class Archive:
     """The archive of one run at the root `fs`. One process writes to it at a time."""
 
@@ -62,6 +72,16 @@ class Archive:
         self._is_claimed = False
         self._held: dict[int, tuple[int, int] | None] = {}
         """Generation and attempt of those that were seen to be complete there."""
+
+    def check(self) -> None:
+        """Raises `ArchiveTaken` if the place is another run's; what cannot be told yet is told by
+        the archiver."""
+        try:
+            self.claim()
+        except ArchiveTaken:
+            raise
+        except Exception as error:  # noqa: BLE001 - storage clients raise classes of their own
+            logger.warning("the archive %s cannot be reached: %s", self.fs.url, error)
 
     def claim(self) -> None:
         """Makes the place this run's, once. Raises `ArchiveTaken`, and what the store raises."""
@@ -106,6 +126,17 @@ class Archive:
         asked = [step for step in steps if policy.archives(step) and step in self._held]
         found = {step: _attempt_of(source, step) for step in asked}
         return {step for step, attempt in found.items() if attempt and attempt == self._held[step]}
+
+    def has(self, step: int) -> bool:
+        """Whether that step is complete here now."""
+        return self.catalog.inspect(step).complete
+
+    def bring_back(self, step: int, target: Catalog) -> None:
+        """Copies that checkpoint to the run's own storage; for the holder of the lease alone.
+
+        Raises what `copy_checkpoint` does.
+        """
+        copy_checkpoint(self.catalog, step, target)
 
     def _saw(self, step: int) -> None:
         self._held[step] = _attempt_of(self.catalog, step)

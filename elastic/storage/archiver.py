@@ -16,7 +16,10 @@ from elastic.storage.archive import Archive
 from elastic.storage.checkpoints import Catalog, NotComplete
 from elastic.storage.copying import CopyDamaged, CopyStopped, give_way
 
-__all__ = ["Archiver"]
+__all__ = ["ARCHIVED_S", "Archiver"]
+
+ARCHIVED_S = 600.0
+"""How long the end of a finished run waits for what is still to be taken to the archive."""
 
 Tell = Callable[[str, int, str, dict[str, Any]], None]
 
@@ -111,14 +114,18 @@ class Archiver:
                     return  # most likely the others would fare alike
                 continue
             self._told = None
-            url = self._archive.fs.url
-            self._tell("checkpoint_archived", step, "", {"bytes": size_bytes, "archive": url})
+            self._say("checkpoint_archived", step, "", {"bytes": size_bytes})
 
     def _failed(self, step: int, error: Exception) -> None:
         """Told once for a step and a reason, however often it is tried."""
         why = f"{type(error).__name__}: {error}"
-        if self._is_closed or self._told == (step, why):
+        if self._told == (step, why):
             return
         self._told = (step, why)
         reason = f"{why}; tried again after the next commit, and kept in the run's storage so long"
-        self._tell("archive_failed", step, reason, {"archive": self._archive.fs.url})
+        self._say("archive_failed", step, reason, {})
+
+    def _say(self, kind: str, step: int, reason: str, data: dict[str, Any]) -> None:
+        with self._changed:
+            if not self._is_closed:  # else the ledger is closed too
+                self._tell(kind, step, reason, {"archive": self._archive.fs.url, **data})

@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.storage.archive import check_archive
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.lease import Lease, acquire
+from elastic.storage.local_tier import check_local
 from elastic.storage.redaction import redacted
 from elastic.storage.run_file import (
     RUN_FILE,
@@ -43,6 +45,19 @@ def run_url(storage_path: str, name: str) -> str:
     url = f"{storage_path.rstrip('/')}/{name}"
     Filesystem.at(url)
     return url
+
+
+def recorded_tiers(
+    storage_path: str, name: str, *, local: str | None, archive: str | None, keep_every: int | None
+) -> dict[str, str]:
+    """Operational fields of a run: its local tier, and its own directory in the archive.
+
+    Those that are not asked for are left out. Raises `ValueError` for a place that cannot be one.
+    """
+    check_local(local, storage_path)
+    check_archive(archive, storage_path, keep_every)
+    found = {} if local is None else {"local": local}
+    return found if archive is None else {**found, "archive": run_url(archive, name)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.storage.archive import Archive
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.ledger import LedgerWriter
 
@@ -37,17 +38,29 @@ class RollbackRefused(Exception):
 
 
 def roll_back(
-    catalog: Catalog, ledger: LedgerWriter, to_step: int, reason: str, *, time_s: float
+    catalog: Catalog,
+    ledger: LedgerWriter,
+    to_step: int,
+    reason: str,
+    *,
+    time_s: float,
+    archive: Archive | None = None,
 ) -> Rollback:
     """Make the complete checkpoint of `to_step` the highest, so that it is resumed next.
 
-    The ledger is told before any newer one is set aside, and of nothing if there are none. They go
-    highest first: cut short, the run is at one of them, and rolling back again ends it. Raises
-    `RollbackRefused`, `UnsupportedFormat`.
+    One that only the archive has is brought back first. The ledger is told before any newer one is
+    set aside, and of nothing if nothing changes. They go highest first: cut short, the run is at
+    one of them, and rolling back again ends it. Raises `RollbackRefused`, `UnsupportedFormat`, and
+    what `Archive.bring_back` does.
     """
-    newer = steps_above(catalog, to_step)
-    if newer:
-        data = {"set_aside": newer}
+    newer = steps_above(catalog, to_step, archive)
+    is_back = archive is not None and not catalog.inspect(to_step).complete
+    if archive is not None and is_back:
+        archive.bring_back(to_step, catalog)
+    if newer or is_back:
+        data: dict[str, object] = {"set_aside": newer}
+        if archive is not None and is_back:
+            data["from_archive"] = archive.fs.url
         ledger.append("rolled_back", step=to_step, reason=reason, data=data, time_s=time_s)
     why = f"rolled back to step {to_step}: {reason}"
     return Rollback(
@@ -55,13 +68,14 @@ def roll_back(
     )
 
 
-def steps_above(catalog: Catalog, to_step: int) -> list[int]:
+def steps_above(catalog: Catalog, to_step: int, archive: Archive | None = None) -> list[int]:
     """The complete checkpoints that a rollback would set aside, highest first.
 
-    Raises `RollbackRefused` if that of `to_step` is not complete, `UnsupportedFormat`.
+    Raises `RollbackRefused` if that of `to_step` is not complete, in the archive neither;
+    `UnsupportedFormat`.
     """
     complete = catalog.complete_steps()
-    if to_step not in complete:
+    if to_step not in complete and not (archive is not None and archive.has(to_step)):
         raise RollbackRefused(catalog.fs.url, to_step, _why_not(catalog, to_step, complete))
     return [step for step in reversed(complete) if step > to_step]
 

@@ -18,6 +18,8 @@ from typing import Any
 from elastic.policy.cadence import Cadence
 from elastic.policy.events import Record
 from elastic.policy.retention import Retention
+from elastic.storage.archive import archive_of
+from elastic.storage.archiver import ARCHIVED_S, Archiver
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import RunSpec, claim
 from elastic.storage.filesystem import Filesystem
@@ -87,6 +89,7 @@ class Book:
         self._resumed: int | None = None
         self._protected: set[int] = set()
         self._recorded_s = self._told_s = time.monotonic()
+        self._archiver = self._begin_archiving()
         self._wishes = Wishes(filesystem, self._claim.lease.epoch, self._record_wish)
         self._status: dict[str, Any] = {
             "state": "STARTING",
@@ -163,6 +166,8 @@ class Book:
         elif kind == "save_skipped":
             with self._lock:
                 self._pacing.skipped(self._generation, int(data["step"]), data["since_s"])
+        elif kind == "local_tier":
+            self._record(data["kind"], reason=data["reason"])
         elif kind == "weights_loaded":
             self._record("weights_loaded", step=0, reason=f"from {data['from']}")
         elif kind == "data_read":
@@ -238,7 +243,7 @@ class Book:
         try:
             self._claim.lease.check()
             self._metrics.flush()
-            done = publish(self._catalog, shards, self._keep, self._protected)
+            done = publish(self._catalog, shards, self._keep, self._protected, self._archiver)
         except Exception as error:  # noqa: BLE001 - whatever storage raises fails the save
             reason = f"{type(error).__name__}: {error}"
             self._record("checkpoint_failed", step=step, reason=reason)
@@ -265,6 +270,8 @@ class Book:
     def end(self, outcome: str, step: int, reason: str) -> None:
         """The run is over for this process: `finished`, `stopped` or `failed`."""
         self._metrics.flush()
+        if self._archiver is not None:
+            self._archiver.close(ARCHIVED_S if outcome == "finished" else 0.0)
         self._record_progress()
         kind, state = f"run_{outcome}", outcome.upper()
         if outcome == "failed" and self._launcher.may_restart:
@@ -275,6 +282,23 @@ class Book:
         self._launcher.tell({**self._status, "state": state, "reason": reason})
         self._ledger.close()
         self._claim.lease.release()
+
+    def _begin_archiving(self) -> Archiver | None:
+        """Raises `ArchiveTaken`; then the run is nobody's again."""
+        archive = archive_of(self._claim.run_file)
+        if archive is None:
+            return None
+        try:
+            archive.check()
+        except BaseException:
+            self._claim.lease.release()
+            raise
+
+        def tell(kind: str, step: int, reason: str, data: dict[str, Any]) -> None:
+            self._record(kind, step=step, reason=reason, data=data)
+
+        check = self._claim.lease.check
+        return Archiver(self._catalog, archive, self._keep, tell=tell, before_publishing=check)
 
     def _order(self, generation: int, every_s: float) -> None:
         self._save_every_s = every_s

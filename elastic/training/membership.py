@@ -59,6 +59,8 @@ class TrainingConfig:
     """How the ranks are laid out, at any world size."""
     load_from: str | None = None
     """Where the model's weights come from when the run is at step 0; None leaves them as built."""
+    local: str | None = None
+    """A directory on each node's own disk, to which saves are written first; None: none."""
 
     def __post_init__(self) -> None:
         if self.save_behind not in ("skip", "wait"):

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from elastic.storage.checkpoints import Catalog
+from elastic.storage.local_tier import LocalTier
 from elastic.training.checkpoint import (
     CheckpointCorrupt,
     LoadFailed,
@@ -24,6 +25,7 @@ from elastic.training.checkpoint import (
 )
 from elastic.training.coordinator import Coordinator, NoSoundCheckpoint
 from elastic.training.foreign import load_weights
+from elastic.training.local_files import tidy
 from elastic.training.membership import Membership
 from elastic.training.node_memory import NodeMemory, PieceLost
 from elastic.training.snapshot_reader import load_snapshot
@@ -49,6 +51,7 @@ def begin(
     control: dist.ProcessGroup,
     memory: NodeMemory | None = None,
     on_size: Callable[[int], None] = lambda _: None,
+    local: LocalTier | None = None,
 ) -> Restored | None:
     """What was restored into `state`; None at step 0, where only foreign weights may be loaded.
 
@@ -61,14 +64,18 @@ def begin(
         if restored is not None:
             return restored
     if member.resume_step is not None:
-        return restore(
+        restored = restore(
             state,
             member,
             catalog=catalog,
             coordinator=coordinator,
             control=control,
             on_size=on_size,
+            local=local,
         )
+        tidy(local, member)
+        return restored
+    tidy(local, member)
     if load_from is not None:
         source = load_weights(load_from, state, control)
         coordinator.notify("weights_loaded", {"from": source})
@@ -103,12 +110,14 @@ def restore(
     control: dist.ProcessGroup,
     visible_s: float = VISIBLE_S,
     on_size: Callable[[int], None] = lambda _: None,
+    local: LocalTier | None = None,
 ) -> Restored:
     """What was restored into `state`, the same checkpoint on all ranks.
 
     Starts from `member.resume_step`. A checkpoint whose bytes are bad on any rank is handed to the
     driver, which quarantines it and names the next older one. Bytes that are only not visible yet,
-    as on a network file system, are waited for, up to `visible_s` seconds.
+    as on a network file system, are waited for, up to `visible_s` seconds. Files that lie in this
+    node's `local` tier are read there; damage there says nothing about the checkpoint.
 
     Raises:
         NoSoundCheckpoint: none is left.
@@ -121,14 +130,17 @@ def restore(
         _gather(_wait_until_visible(catalog, step, visible_s), control, CheckpointNotVisible)
         manifest, path = catalog.manifest(step), catalog.data_path(step)
         on_size(sum(file.bytes for file in manifest.files) // member.world_size)
+        fs = catalog.fs if local is None else local.to_read(path, manifest)
         files = unchecked(manifest, member.world_size)
-        problems = verify_share(catalog.fs, path, files, member.world_rank, member.world_size)
+        problems = verify_share(fs, path, files, member.world_rank, member.world_size)
         bad = _gather(problems, control)
         if not bad:
             try:
-                return load(catalog.fs, path, manifest, state, control)
+                return load(fs, path, manifest, state, control)
             except CheckpointCorrupt as error:
                 bad = [str(error)]
+        if _was_local(local, manifest, control):
+            continue
         step = _step_back(step, "; ".join(bad), member, coordinator, control)
 
 
@@ -145,6 +157,14 @@ def _wait_until_visible(catalog: Catalog, step: int, visible_s: float) -> list[s
             )
             return [problem]
         time.sleep(_LOOK_AGAIN_S)
+
+
+def _was_local(local: LocalTier | None, manifest: Manifest, control: dist.ProcessGroup) -> bool:
+    """Whether any rank read files of its node's disk, which is not to be trusted as it was."""
+    if _gather([] if local is None else local.drop_damaged(manifest), control):
+        return True
+    was_read = local is not None and local.leave_out()
+    return bool(_gather(["read from the local tier"] * was_read, control))
 
 
 def _gather(

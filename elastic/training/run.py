@@ -24,6 +24,7 @@ from elastic.training.coordinator import Coordinator, Reform
 from elastic.training.data import GlobalLoader, MicroBatch
 from elastic.training.gradients import prepare_fsdp
 from elastic.training.loaders import Loaders
+from elastic.training.local_files import open_tier
 from elastic.training.membership import Membership, TrainingConfig
 from elastic.training.meshes import check_sharding
 from elastic.training.node_memory import NodeMemory
@@ -97,8 +98,9 @@ class Run:
         self._snapshots = Snapshots(memory=memory, tell=coordinator.notify, **both)
         saver = self.once("elastic.saver", AsyncSaver)
         saver.attach(groups.saves)
-        fs = Filesystem.at(config.run_url)
-        self._saves = Saves(coordinator=coordinator, filesystem=fs, saver=saver, **both)
+        self._local = open_tier(config, member, coordinator, groups.control)
+        both = {**both, "filesystem": Filesystem.at(config.run_url), "local": self._local}
+        self._saves = Saves(coordinator=coordinator, saver=saver, **both)
 
     # --- set-up -----------------------------------------------------------------------------
 
@@ -157,6 +159,7 @@ class Run:
             control=self._groups.control,
             memory=self._snapshots.memory,
             on_size=self._reporter.moves,
+            local=self._local,
         )
         if restored is None:
             return ""
@@ -389,9 +392,11 @@ class Run:
         """
         if self._state is not None:
             self._save_now(self._state, "end")
-        self.close()
+        self.close(is_over=True)
 
-    def close(self) -> None:
+    def close(self, *, is_over: bool = False) -> None:
         """End this run's threads. The process groups are the caller's to end."""
         self._loaders.close()
         self._reporter.close()
+        if self._local is not None:
+            self._local.close(is_over=is_over)

@@ -19,9 +19,12 @@ from elastic.policy.cadence import BEFORE_MEASURED_S
 from elastic.policy.mesh import TENSOR
 from elastic.policy.saves import SaveInterval
 from elastic.storage.filesystem import Filesystem
+from elastic.storage.local_tier import LocalTier
+from elastic.storage.manifest import FileDigest
 from elastic.training import rng
-from elastic.training.checkpoint import AsyncSaver, describe
+from elastic.training.checkpoint import AsyncSaver, SaveHandle, describe
 from elastic.training.coordinator import CommitResult, Coordinator, Reform, SaveFailed, Shard
+from elastic.training.local_files import warn_of_space
 from elastic.training.membership import Membership, TrainingConfig
 from elastic.training.process_group import Groups
 from elastic.training.reporter import Reporter
@@ -51,14 +54,20 @@ class Saves:
         saver: AsyncSaver,
         reporter: Reporter,
         positions: Callable[[], Mapping[str, Any]],
+        local: LocalTier | None = None,
     ) -> None:
-        """`positions` gives those in the data, of the last finished step."""
+        """`positions` gives those in the data, of the last finished step.
+
+        With a `local` tier a save is written there first, and is in flight until its files are in
+        storage too and committed.
+        """
+        self._local = local
+        self._target = filesystem if local is None else local.to_write()
         self._positions = positions
         self._member = member
         self._config = config
         self._coordinator = coordinator
         self._groups = groups
-        self._filesystem = filesystem
         self._saver = saver
         self._reporter = reporter
         self._flight: _Flight | None = None
@@ -199,7 +208,7 @@ class Saves:
         begun_s = time.monotonic()
         captured = state.capture()
         handle = self._saver.save(
-            self._filesystem,
+            self._target,
             path,
             captured.tensors,
             plain={
@@ -217,6 +226,8 @@ class Saves:
         self._reporter.moves(handle.staged_bytes)
         self._reporter.save_begun_s = begun_s
         tensors = describe(captured.tensors) if member.world_rank == 0 else {}
+        if self._local is not None and self._attempt == 1:
+            warn_of_space(self._local, handle.staged_bytes, member)
 
         def shard(files: Any = (), failure: str = "") -> Shard:
             return Shard(
@@ -236,17 +247,27 @@ class Saves:
 
         def finish() -> CommitResult:
             try:
-                done = shard(files=handle.files())
+                done = shard(files=self._in_storage(path, handle))
             except Exception as error:  # noqa: BLE001 - the driver hears of it
                 done = shard(failure=f"rank {member.world_rank}: {type(error).__name__}: {error}")
             # Metrics up to this step reach the driver before the commit, so that a resumed
             # history has no gap below the checkpoint.
             self._reporter.flush()
             self._reporter.save_begun_s = None  # what follows is the driver's
-            return self._coordinator.commit(done, self._config.commit_timeout_s)
+            result = self._coordinator.commit(done, self._config.commit_timeout_s)
+            if self._local is not None:
+                self._local.settled(path, committed=result.committed)
+            return result
 
         self._flight = _Flight(step=step, result=_in_background(finish))
         self.last_step, self.last_s, self._begun_s = step, time.monotonic(), begun_s
+
+    def _in_storage(self, path: str, handle: SaveHandle) -> list[FileDigest]:
+        """This rank's files once the run's storage has them."""
+        files = handle.files()
+        if self._local is not None:
+            self._local.replicate(path, files, self._coordinator.is_over)
+        return files
 
 
 def _in_background(work: Callable[[], CommitResult]) -> Future[CommitResult]:

@@ -27,7 +27,7 @@ from elastic.policy.durations import parse_duration_s
 from elastic.policy.mesh import Mesh
 from elastic.policy.retention import Retention
 from elastic.policy.saves import AUTO, SaveInterval
-from elastic.storage.claim import RunSpec, run_url
+from elastic.storage.claim import RunSpec, recorded_tiers, run_url
 from elastic.storage.filesystem import Filesystem
 from elastic.training.book import Launcher
 from elastic.training.foreign import check_trust
@@ -236,6 +236,8 @@ def run_standalone(
     save_behind: str = "skip",
     keep: int = 3,
     keep_every: int | None = None,
+    archive: str | None = None,
+    local: str | None = None,
     mesh: Mesh | None = None,
     identity: dict[str, Any] | None = None,
     accept_changes: Sequence[str] = (),
@@ -271,15 +273,17 @@ def run_standalone(
         use_cuda=torch.cuda.device_count() >= place.local_world_size,
         mesh=mesh or Mesh(),
         load_from=load_from,
+        local=local,
     )
     config.mesh.shape(place.world_size)  # or it says here what is wrong
     retention = Retention(keep=keep, keep_every=keep_every)
+    tiers = recorded_tiers(storage_path, name, local=local, archive=archive, keep_every=keep_every)
     spec = RunSpec.of(
         name=name,
         seed=seed,
         config=asked,
         identity=identity,
-        operational=_operational(place, config, retention),
+        operational={**_operational(place, config, retention), **tiers},
         accepted=accept_changes,
     )
     return _train_at(place, train, config, spec, retention, on_status)

@@ -20,6 +20,10 @@ import click
 
 import elastic
 from elastic.dashboard.text import age, plain, size, to_json
+from elastic.storage.archive import archive_of
+from elastic.storage.checkpoints import Catalog
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.run_file import RunFile
 from elastic.verbs.progress import progress
 from elastic.verbs.run_argument import (
     BadRun,
@@ -88,6 +92,8 @@ def export(
         raise click.UsageError(f"cannot tell the format from {plain(out)!r}: give --format")
     with reading(run):
         fs, run_file = open_run(run)
+        if step is not None:
+            fs = _where(fs, run_file, step)
     request = {
         "url": fs.url,
         "run_id": run_file.run_id,
@@ -106,6 +112,14 @@ def export(
         click.echo(f"Warning: {plain(warning)}", err=True)
     del answer["kind"]
     click.echo(to_json(answer) if as_json else _text(answer))
+
+
+def _where(fs: Filesystem, run_file: RunFile, step: int) -> Filesystem:
+    """The root below which that checkpoint lies: the run's own, else its archive's."""
+    archive = archive_of(run_file)
+    if archive is None or Catalog(fs, run_file.run_id).inspect(step).complete:
+        return fs
+    return archive.fs if archive.has(step) else fs
 
 
 def _ask(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import click
 
 from elastic.dashboard.text import plain, to_json
 from elastic.storage import lease
+from elastic.storage.archive import Archive, archive_of
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.lease import LeaseHeld
 from elastic.storage.ledger import LedgerWriter, next_life
@@ -43,8 +44,9 @@ from elastic.verbs.run_argument import (
 def rollback(run: str, step: int, reason: str, as_json: bool) -> None:
     """Make the checkpoint of step N the newest of RUN, so that the next submission resumes it.
 
-    Newer checkpoints are moved to checkpoints/quarantine with the reason; nothing is deleted. Only
-    while nobody is at the run, which can take some seconds to find out: stop it first.
+    One that lies only in the run's archive is copied back. Newer checkpoints are moved to
+    checkpoints/quarantine with the reason; nothing is deleted. Only while nobody is at the run,
+    which can take some seconds to find out: stop it first.
 
     \b
     Exit codes: 0 done, 1 somebody is at the run, 2 no such run or checkpoint.
@@ -52,24 +54,31 @@ def rollback(run: str, step: int, reason: str, as_json: bool) -> None:
     with reading(run):
         fs, run_file = open_run(run)
         catalog = Catalog(fs, run_file.run_id)
+        archive = archive_of(run_file)
         try:
-            newer = steps_above(catalog, step)
-            done = _roll_back(catalog, step, reason or f"asked by {who()}") if newer else None
+            is_newest = not steps_above(catalog, step, archive) and catalog.inspect(step).complete
+            why = reason or f"asked by {who()}"
+            done = None if is_newest else _roll_back(catalog, archive, step, why)
         except RollbackRefused as error:
             raise BadRun(plain(str(error))) from error
         except LeaseHeld as error:
             raise Problem(plain(str(error))) from error
+    said = (
+        _said(done)
+        if done
+        else f"step {step} is the newest checkpoint already: nothing was changed"
+    )
     done = done or Rollback(to_step=step, set_aside={})
-    click.echo(to_json(asdict(done)) if as_json else _said(done))
+    click.echo(to_json(asdict(done)) if as_json else said)
 
 
-def _roll_back(catalog: Catalog, step: int, reason: str) -> Rollback:
+def _roll_back(catalog: Catalog, archive: Archive | None, step: int, reason: str) -> Rollback:
     fs = catalog.fs
     held = lease.acquire(fs, f"elastic rollback, {who()}")
     try:
         ledger = LedgerWriter(fs, next_life(fs), f"rollback-{uuid.uuid4().hex[:8]}")
         try:
-            return roll_back(catalog, ledger, step, reason, time_s=time.time())
+            return roll_back(catalog, ledger, step, reason, time_s=time.time(), archive=archive)
         finally:
             ledger.close()
     finally:
@@ -77,10 +86,6 @@ def _roll_back(catalog: Catalog, step: int, reason: str) -> Rollback:
 
 
 def _said(done: Rollback) -> str:
-    if not done.set_aside:
-        return f"step {done.to_step} is the newest checkpoint already: nothing was changed"
     aside = "\n".join(f"  step {step} to {path}" for step, path in done.set_aside.items())
-    return (
-        f"rolled back to step {done.to_step}: the next submission resumes it. Set aside, and kept:"
-        f"\n{aside}"
-    )
+    kept = f". Set aside, and kept:\n{aside}" if aside else ""
+    return f"rolled back to step {done.to_step}: the next submission resumes it{kept}"

@@ -87,6 +87,8 @@ class Recipe:
     slow_write_s: float = 0.0
     hide_from_rank_1_s: float = 0.0
     load_from: str | None = None
+    local: str | None = None
+    keep_every: int | None = None
     spec: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -99,6 +101,7 @@ def config_of(recipe: Recipe) -> TrainingConfig:
         save_behind=recipe.behind,
         collective_timeout_s=30.0,
         load_from=recipe.load_from,
+        local=recipe.local,
     )
 
 
@@ -133,7 +136,7 @@ def _rank(rank: int, world_size: int, recipe: Recipe) -> dict[str, Any]:
         train,
         config_of(recipe),
         RunSpec(name="small", seed=0, **recipe.spec),
-        Retention(keep=recipe.keep),
+        Retention(keep=recipe.keep, keep_every=recipe.keep_every),
         world_rank=rank,
         world_size=world_size,
         local_rank=rank,

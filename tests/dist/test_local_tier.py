@@ -1,0 +1,174 @@
+"""Two tiers of disk: saves go to a node's own disk first, restores take the nearest copy."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic.storage.archive import archive_of
+from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import read_ledger
+from elastic.storage.run_file import load_run_file
+from elastic.storage.verification import verify
+from tests.dist.processes import RankFailed
+from tests.dist.standalone_run import Recipe, catalog, curve, files_of, run
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return _recipe(tmp_path)
+
+
+def _recipe(tmp_path: Path, **changes: object) -> Recipe:
+    values: dict[str, object] = {
+        "root": str(tmp_path / "storage" / "run"),
+        "local": str(tmp_path / "nvme"),
+        "until": 15,
+        "save_every": 5,
+    }
+    return Recipe(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def kinds(recipe: Recipe) -> list[str]:
+    return [event.kind for event in read_ledger(Filesystem.at(recipe.root))]
+
+
+def killed_at_13(tmp_path: Path) -> None:
+    run(2, _recipe(tmp_path, die_at=13), may_die=(0, 1))
+
+
+def local_files(recipe: Recipe) -> list[Path]:
+    assert recipe.local is not None
+    return sorted(path for path in Path(recipe.local).rglob("step-10.tmp-*/*"))
+
+
+def poison(paths: list[Path]) -> None:
+    """The same sizes, other bytes."""
+    for path in paths:
+        path.write_bytes(bytes(path.stat().st_size))
+
+
+def test_what_lies_on_the_nodes_disk_is_not_read_in_storage(tmp_path: Path, recipe: Recipe) -> None:
+    killed_at_13(tmp_path)
+    assert {path.name for path in local_files(recipe)} == {
+        path.name for path in files_of(recipe.root, 10)
+    }
+    poison(files_of(recipe.root, 10))
+    ended = run(2, recipe)
+    assert [rank["resumed"] for rank in ended] == [10, 10]
+    assert "checkpoint_quarantined" not in kinds(recipe)
+    whole = _recipe(tmp_path / "undisturbed", local=None)
+    run(2, whole)
+    assert curve(recipe.root) == curve(whole.root)
+    assert os.listdir(str(recipe.local)) == [], "the end of the run leaves nothing there"
+    good = [one.step for one in verify(catalog(recipe.root)) if one.result == "good"]
+    assert good == [0, 5, 15]
+
+
+def test_a_damaged_local_copy_costs_one_read_of_storage_at_any_size(
+    tmp_path: Path, recipe: Recipe
+) -> None:
+    """B64, B14: the checkpoint itself is sound, and is neither blamed nor put aside."""
+    killed_at_13(tmp_path)
+    here = {path.name: path for path in local_files(recipe)}
+    data = bytearray(here["__1_0.distcp"].read_bytes())
+    data[len(data) // 2] ^= 1
+    here["__1_0.distcp"].write_bytes(data)
+    here["__0_0.distcp"].write_bytes(b"torn")
+    here["rank-1.json"].unlink()
+    poison([path for path in files_of(recipe.root, 10) if path.name == "state.json"])
+    (ended,) = run(1, recipe)
+    assert ended["resumed"] == 10
+    told = kinds(recipe)
+    assert told.count("local_copy_damaged") == 2, "the torn one is seen first, then the flipped one"
+    assert "checkpoint_quarantined" not in told
+
+
+def test_a_checkpoint_that_is_bad_everywhere_is_still_put_aside(
+    tmp_path: Path, recipe: Recipe
+) -> None:
+    killed_at_13(tmp_path)
+    poison(local_files(recipe))
+    poison(files_of(recipe.root, 10))
+    (ended,) = run(1, recipe)
+    assert ended["resumed"] == 5
+    assert "checkpoint_quarantined" in kinds(recipe)
+
+
+def test_a_place_that_no_node_has_is_told_at_the_start(tmp_path: Path, recipe: Recipe) -> None:
+    """B63: and a run that has begun goes on without it."""
+    nowhere = _recipe(tmp_path, local=str(tmp_path / "not" / "mounted"))
+    with pytest.raises(RankFailed, match=r"LocalUnusable: .*not mounted"):
+        run(1, nowhere)
+    run(1, _recipe(tmp_path, until=5))
+    (ended,) = run(1, nowhere)
+    assert (ended["resumed"], ended["step"]) == (5, 15)
+    assert kinds(recipe).count("local_disk_failed") == 1
+
+
+def test_slow_uploads_leave_at_most_two_checkpoints_on_the_disk(tmp_path: Path) -> None:
+    """B64, B04: 30 saves, some of which come too soon and are skipped and counted."""
+    recipe = _recipe(tmp_path, until=30, save_every=1, behind="skip", slow_write_s=0.02)
+    with _most_checkpoints(str(recipe.local)) as most:
+        run(1, recipe)
+    assert most[0] in (1, 2)
+    told = kinds(recipe)
+    assert told.count("checkpoint_committed") + told.count("checkpoint_skipped") >= 31
+    assert catalog(recipe.root).complete_steps()[-1] == 30
+    assert os.listdir(str(recipe.local)) == []
+
+
+def test_a_disk_that_takes_nothing_costs_no_save(tmp_path: Path) -> None:
+    """The directory of the saves is a file: ENOTDIR, as no permission stops root."""
+    recipe = _recipe(tmp_path, until=5, die_at=3)
+    run(1, recipe, may_die=(0,))
+    (place,) = Path(str(recipe.local)).iterdir()
+    for path in sorted(place.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (place / "checkpoints").write_text("")
+    (ended,) = run(1, _recipe(tmp_path))
+    assert ended["step"] == 15
+    told = kinds(recipe)
+    assert "checkpoint_failed" not in told
+    assert told.count("local_disk_failed") == 1
+    assert [one.result for one in verify(catalog(recipe.root))] == ["good"] * 4
+
+
+def test_the_sparse_archive_is_complete_when_the_run_ends(tmp_path: Path) -> None:
+    url = str(tmp_path / "archive" / "run")
+    recipe = _recipe(
+        tmp_path, until=30, keep=1, keep_every=10, spec={"operational": {"archive": url}}
+    )
+    run(1, recipe)
+    assert "archive_failed" not in kinds(recipe)
+    run_file = load_run_file(Filesystem.at(recipe.root))
+    assert run_file is not None
+    archive = archive_of(run_file)
+    assert archive is not None
+    assert archive.catalog.complete_steps() == [0, 10, 20, 30]
+    assert kinds(recipe).count("checkpoint_archived") == 4
+    assert catalog(recipe.root).complete_steps()[-1] == 30
+    assert set(catalog(recipe.root).complete_steps()) <= {20, 30}, "the others need not stay"
+
+
+@contextmanager
+def _most_checkpoints(root: str) -> Iterator[list[int]]:
+    """How many attempts of saves lay below `root` at once, at most."""
+    most, is_over = [0], threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.002):
+            most[0] = max(most[0], len(list(Path(root).glob("*/checkpoints/*"))))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield most
+    finally:
+        is_over.set()
+        thread.join()
