@@ -7,19 +7,19 @@ or torch.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import threading
 from collections.abc import Callable
+from typing import Any, BinaryIO, cast
 
 from elastic.storage.checkpoints import AlreadyComplete, Catalog, Checkpoint
 from elastic.storage.completeness import digest_problem, home
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import FileDigest
+from elastic.storage.store import Store
 
 __all__ = ["CopyDamaged", "CopyStopped", "copy_checkpoint", "copy_file", "give_way"]
 
-_PIECE_BYTES = 4 << 20
 _NICE = 10
 
 IsStopped = Callable[[], bool]
@@ -55,21 +55,49 @@ def copy_file(
     Raises `CopyDamaged` if the source is not what `file` says, `CopyStopped`, and what the stores
     raise; what was copied of it until then may be left.
     """
-    digest, num_bytes = hashlib.sha256(), 0
-    stream = source.open_input(f"{source_path}/{file.path}")
-    with stream, target.open_output(f"{target_path}/{file.path}") as out:
-        while piece := stream.read(_PIECE_BYTES):
-            if is_stopped():
-                raise CopyStopped(f"{source_path}/{file.path}")
-            out.write(piece)
-            digest.update(piece)
-            num_bytes += len(piece)
-    found = f"sha256:{digest.hexdigest()}"
-    if (num_bytes, found) != (file.bytes, file.digest):
-        raise CopyDamaged(
-            f"{source_path}/{file.path} of {source.url}: expected {file.bytes} bytes with "
-            f"{file.digest}, found {num_bytes} with {found}"
-        )
+
+    def look(num_bytes: int) -> None:
+        if is_stopped():
+            raise CopyStopped(f"{source_path}/{file.path}")
+
+    with target.open_output(f"{target_path}/{file.path}") as out:
+        # What is checked is what is copied: the bytes are read once.
+        tee = Filesystem(_Tee(source.store, out), source.root)
+        problem = digest_problem(tee, source_path, file, look)
+    if problem:
+        raise CopyDamaged(f"{source_path} of {source.url}: {problem}")
+
+
+class _Tee:
+    """A store whose files are written on to `out` as they are read, from their beginning on."""
+
+    def __init__(self, store: Store, out: BinaryIO) -> None:
+        self.scheme = store.scheme
+        self._store = store
+        self._out = out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def open_input(self, path: str) -> BinaryIO:
+        return cast(BinaryIO, _TeeStream(self._store.open_input(path), self._out))
+
+
+class _TeeStream:
+    def __init__(self, stream: BinaryIO, out: BinaryIO) -> None:
+        self._stream = stream
+        self._out = out
+
+    def __enter__(self) -> _TeeStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def read(self, num_bytes: int) -> bytes:
+        piece = self._stream.read(num_bytes)
+        self._out.write(piece)
+        return piece
 
 
 def copy_checkpoint(

@@ -191,6 +191,12 @@ class Nearest:
                 return cast(BinaryIO, stream)
         return self._shared.open_input(path)
 
+    def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        """So many bytes from `start` on, fewer where the file ends."""
+        with self.open_input(path) as stream:
+            stream.seek(start)
+            return stream.read(num_bytes)
+
     def entry(self, path: str) -> Entry | None:
         if self._here(path) is None:
             return self._shared.entry(path)

@@ -234,6 +234,7 @@ def test_the_nearest_copy_is_read(tier: LocalTier, shared: Filesystem) -> None:
     with other.open_input("checkpoints/step-10/shard") as stream:
         stream.seek(7)
         assert stream.read(5) == BIG[7:12]
+    assert other.store.read_range(f"{shared.root}/checkpoints/step-10/shard", 7, 5) == BIG[7:12]  # type: ignore[attr-defined]
 
 
 def test_what_is_not_here_is_read_in_storage(tier: LocalTier, shared: Filesystem) -> None:
@@ -410,7 +411,7 @@ def test_a_place_that_cannot_be_a_nodes_own_is_refused(local: str, said: str) ->
 
 
 def test_any_other_place_is_taken() -> None:
-    for storage in ("/mnt/runs", "s3://bucket/runs"):
+    for storage in ("/mnt/runs", "memory://bucket/runs"):
         check_local("/mnt/runs-local", storage)
         check_local(None, storage)
 
