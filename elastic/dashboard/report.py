@@ -70,14 +70,18 @@ def events_text(events: Sequence[LedgerEvent]) -> str:
     return "\n".join([first, *chain.from_iterable(blocks)])
 
 
-def checkpoints_text(checkpoints: Sequence[Checkpoint], pinned: Collection[int] = ()) -> str:
-    """One checkpoint a line; one that is not complete says why. `pinned` are steps."""
+def checkpoints_text(
+    checkpoints: Sequence[Checkpoint],
+    pinned: Collection[int] = (),
+    archived: Collection[int] = (),
+) -> str:
+    """One checkpoint a line; one that is not complete says why. `pinned`, `archived` are steps."""
     if not checkpoints:
         return "no checkpoints"
     rows = [
         [
             str(one.step),
-            ("yes, pinned" if one.step in pinned else "yes") if one.complete else "no",
+            _is_complete(one, pinned, archived),
             size(one.bytes),
             _or_dash(one.world_size),
             _or_dash(one.generation),
@@ -88,6 +92,13 @@ def checkpoints_text(checkpoints: Sequence[Checkpoint], pinned: Collection[int] 
     ]
     header = ["STEP", "COMPLETE", "SIZE", "WORKERS", "GENERATION", "PATH", "WHY NOT"]
     return "\n".join(table(header, rows, right="STEP SIZE WORKERS GENERATION"))
+
+
+def _is_complete(one: Checkpoint, pinned: Collection[int], archived: Collection[int]) -> str:
+    if not one.complete:
+        return "no"
+    marks = {"pinned": one.step in pinned, "archived": one.step in archived}
+    return ", ".join(["yes", *(mark for mark, is_so in marks.items() if is_so)])
 
 
 def _state(status: RunStatus) -> str:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from elastic.policy.retention import Retention
-from elastic.storage.checkpoints import Catalog, NotComplete
+from elastic.storage.checkpoints import Catalog, Checkpoint, NotComplete
 from elastic.storage.copying import copy_checkpoint
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.run_file import RUN_FILE, RunFile, load_run_file
@@ -130,6 +130,14 @@ class Archive:
     def has(self, step: int) -> bool:
         """Whether that step is complete here now."""
         return self.catalog.inspect(step).complete
+
+    def checkpoints(self) -> dict[int, Checkpoint]:
+        """The complete checkpoints here by step, their paths whole, as URLs or absolute paths."""
+        return {
+            one.step: dataclasses.replace(one, path=f"{self.fs.url}/{one.path}")
+            for one in self.catalog.list()
+            if one.complete
+        }
 
     def bring_back(self, step: int, target: Catalog) -> None:
         """Copies that checkpoint to the run's own storage; for the holder of the lease alone.

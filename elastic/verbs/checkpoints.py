@@ -6,9 +6,9 @@ Only prune with --yes, pin and unpin change anything. Must import neither ray no
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -18,7 +18,8 @@ from elastic.dashboard.report import checkpoints_text
 from elastic.dashboard.text import plain, size, to_json
 from elastic.policy.retention import Retention
 from elastic.storage import pins, pruning, verification
-from elastic.storage.checkpoints import Catalog, NotComplete
+from elastic.storage.archive import Archive, archive_of
+from elastic.storage.checkpoints import Catalog, Checkpoint, NotComplete
 from elastic.storage.completeness import home
 from elastic.storage.pruning import Fate
 from elastic.storage.verification import ABSENT, BAD, GOOD, UNREADABLE, Verdict
@@ -44,13 +45,48 @@ def checkpoints() -> None:
 @run_argument
 @json_option
 def list_checkpoints(run: str, as_json: bool) -> None:
-    """Every checkpoint of RUN, lowest step first, and why an incomplete one does not count."""
+    """Every checkpoint of RUN, lowest step first, and why an incomplete one does not count.
+
+    Those that lie only in the run's archive are among them, with their place there.
+    """
     with reading(run):
-        catalog = _catalog(run)
-        found = catalog.list()
-        pinned = pins.pinned_steps(catalog.fs)
-        shown = to_json(list(map(asdict, found))) if as_json else checkpoints_text(found, pinned)
-    click.echo(shown)
+        fs, run_file = open_run(run)
+        archive = archive_of(run_file)
+        found = Catalog(fs, run_file.run_id).list()
+        pinned = pins.pinned_steps(fs)
+    archived = {} if archive is None else _archived(archive)
+    found = _with_archived(found, archived)
+    if not as_json:
+        click.echo(checkpoints_text(found, pinned, archived))
+        return
+    rows = [asdict(one) for one in found]
+    if archive is not None:
+        places = {step: one.path for step, one in archived.items()}
+        rows = [{**row, "archived": places.get(row["step"])} for row in rows]
+    click.echo(to_json(rows))
+
+
+def _archived(archive: Archive) -> dict[int, Checkpoint]:
+    try:
+        return archive.checkpoints()
+    except Exception as error:  # noqa: BLE001 - storage clients raise classes of their own
+        why = plain(f"{type(error).__name__}: {error}")
+        click.echo(f"Warning: the archive {plain(archive.fs.url)} cannot be read: {why}", err=True)
+        return {}
+
+
+def _with_archived(
+    found: Sequence[Checkpoint], archived: Mapping[int, Checkpoint]
+) -> list[Checkpoint]:
+    """Those of the archive that the run's storage has no more, among the others."""
+    here = {one.step for one in found if one.complete}
+    why = "in the archive only: elastic rollback brings it back"
+    gone = [
+        replace(one, complete=False, reason=why)
+        for step, one in archived.items()
+        if step not in here
+    ]
+    return sorted([*found, *gone], key=lambda one: (one.step, one.path))
 
 
 @checkpoints.command(short_help="Read every byte and check it against its digest.")

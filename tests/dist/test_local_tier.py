@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from click.testing import CliRunner
 
+from elastic.cli import main
 from elastic.storage.archive import archive_of
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
@@ -139,12 +142,17 @@ def test_a_disk_that_takes_nothing_costs_no_save(tmp_path: Path) -> None:
     assert [one.result for one in verify(catalog(recipe.root))] == ["good"] * 4
 
 
-def test_the_sparse_archive_is_complete_when_the_run_ends(tmp_path: Path) -> None:
+def archived_run(tmp_path: Path) -> Recipe:
     url = str(tmp_path / "archive" / "run")
     recipe = _recipe(
         tmp_path, until=30, keep=1, keep_every=10, spec={"operational": {"archive": url}}
     )
     run(1, recipe)
+    return recipe
+
+
+def test_the_sparse_archive_is_complete_when_the_run_ends(tmp_path: Path) -> None:
+    recipe = archived_run(tmp_path)
     assert "archive_failed" not in kinds(recipe)
     run_file = load_run_file(Filesystem.at(recipe.root))
     assert run_file is not None
@@ -154,6 +162,16 @@ def test_the_sparse_archive_is_complete_when_the_run_ends(tmp_path: Path) -> Non
     assert kinds(recipe).count("checkpoint_archived") == 4
     assert catalog(recipe.root).complete_steps()[-1] == 30
     assert set(catalog(recipe.root).complete_steps()) <= {20, 30}, "the others need not stay"
+
+
+@pytest.mark.thorough
+def test_an_archived_checkpoint_is_exported_from_there(tmp_path: Path) -> None:
+    recipe = archived_run(tmp_path)
+    assert 10 not in catalog(recipe.root).complete_steps()
+    out = tmp_path / "model.pt"
+    result = CliRunner().invoke(main, ["export", recipe.root, "--step", "10", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert torch.load(out, weights_only=True)
 
 
 @contextmanager

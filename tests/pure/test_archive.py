@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import uuid
@@ -10,15 +11,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from click.testing import CliRunner
 
+from elastic.cli import main
+from elastic.dashboard.page.saves import saves_of
 from elastic.policy.retention import Retention
 from elastic.storage import local_store, retention
-from elastic.storage.archive import Archive, ArchiveTaken, check_archive
+from elastic.storage.archive import Archive, ArchiveTaken, archive_of, check_archive
 from elastic.storage.archiver import Archiver
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.copying import CopyDamaged, copy_checkpoint
 from elastic.storage.fence import raise_fence
 from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import LedgerEvent, read_ledger
 from elastic.storage.run_file import RunFile, create_run_file, load_run_file
 from elastic.storage.verification import verify
 from tests.made_run import add_checkpoint
@@ -267,6 +272,108 @@ def test_an_archive_that_cannot_be_one_is_refused(
 def test_an_archive_beside_the_storage_is_taken() -> None:
     check_archive("/mnt/runs-archive", "/mnt/runs", 10)
     check_archive(None, "/mnt/runs", None)
+
+
+# --- what people see of it -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Catalog:
+    """A run whose checkpoint of step 20 lies in its archive only."""
+    fs = Filesystem.at(str(tmp_path / "seen" / "demo"))
+    place = str(tmp_path / "cold" / "demo")
+    nothing: dict[str, Any] = {"config": {}, "identity": {}, "versions": {}}
+    operational = {"archive": place, "keep": 2, "keep_every": 20}
+    run_file = create_run_file(
+        fs, name="demo", created_s=0.0, seed=0, operational=operational, **nothing
+    )
+    made = Catalog(fs, run_file.run_id)
+    for step in (20, 30, 40):
+        add_checkpoint(made, step)
+    archive = archive_of(run_file)
+    assert archive is not None
+    for step in (20, 40):
+        archive.take(made, step)
+    made.remove(20)
+    return made
+
+
+def ask(*arguments: object) -> str:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_list_tells_where_archived_checkpoints_are(run: Catalog, tmp_path: Path) -> None:
+    lines = ask("checkpoints", "list", run.fs.url).splitlines()
+    assert lines[1].split()[:2] == ["20", "no"]
+    assert f"{tmp_path}/cold/demo/checkpoints/step-20" in lines[1]
+    assert "in the archive only" in lines[1]
+    assert lines[2].split()[:2] == ["30", "yes"] and "archived" not in lines[2]
+    assert "yes, archived" in lines[3]
+    rows = json.loads(ask("checkpoints", "list", run.fs.url, "--json"))
+    assert [(row["step"], row["complete"], row["archived"] is not None) for row in rows] == [
+        (20, False, True),
+        (30, True, False),
+        (40, True, True),
+    ]
+
+
+def test_an_archive_that_cannot_be_read_hides_nothing_else(run: Catalog, tmp_path: Path) -> None:
+    (tmp_path / "cold" / "demo").rename(tmp_path / "moved")
+    (tmp_path / "cold" / "demo").write_text("no directory")
+    result = CliRunner().invoke(main, ["checkpoints", "list", run.fs.url])
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["30", "40"]
+    assert "cannot be read" in result.stderr
+
+
+def test_a_rollback_brings_back_what_only_the_archive_has(run: Catalog, tmp_path: Path) -> None:
+    said = ask("rollback", run.fs.url, "--to", 20)
+    assert "rolled back to step 20" in said and "step 40 to" in said
+    assert run.complete_steps() == [20]
+    assert [one.result for one in verify(run, [20])] == ["good"]
+    event = read_ledger(run.fs)[-1]
+    assert (event.kind, event.data["set_aside"]) == ("rolled_back", [40, 30])
+    assert event.data["from_archive"] == f"{tmp_path}/cold/demo"
+
+
+def test_a_rollback_to_what_neither_has_changes_nothing(run: Catalog) -> None:
+    result = CliRunner().invoke(main, ["rollback", run.fs.url, "--to", "10"])
+    assert result.exit_code == 2
+    assert run.complete_steps() == [30, 40]
+
+
+def test_the_page_tells_of_archived_ones() -> None:
+    def event(kind: str, step: int, **data: Any) -> LedgerEvent:
+        return LedgerEvent(
+            life=0,
+            seq=0,
+            time_s=0.0,
+            kind=kind,
+            generation=0,
+            step=step,
+            world_rank=-1,
+            reason="retention" if kind == "checkpoint_removed" else "",
+            data=data,
+        )
+
+    found = saves_of(
+        [
+            event("checkpoint_committed", 20),
+            event("checkpoint_archived", 20, archive="s3://cold/demo"),
+            event("checkpoint_committed", 30),
+            event("checkpoint_removed", 20),
+            event("checkpoint_removed", 30),
+        ],
+        [],
+        pinned=set(),
+        retention=POLICY,
+    )
+    assert [(one.step, one.state, one.why) for one in found] == [
+        (20, "archived", "in s3://cold/demo"),
+        (30, "removed", "retention"),
+    ]
 
 
 def _until(is_so: Callable[[], bool]) -> None:

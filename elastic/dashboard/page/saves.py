@@ -35,6 +35,8 @@ class Save:
     bytes: int | None = None
     duration_s: float | None = None
     stall_s: float | None = None
+    archive: str = ""
+    """Where the archive is that has it too, or alone."""
     verified: bool = False
     """All of its bytes were checked when a group resumed from it."""
 
@@ -80,6 +82,8 @@ def _fold(told: dict[int, Save], event: LedgerEvent) -> None:
         )
     elif event.kind == "checkpoint_removed" and known is not None:
         told[event.step] = replace(known, state="removed", why=event.reason)
+    elif event.kind == "checkpoint_archived" and known is not None:
+        told[event.step] = replace(known, archive=str(event.data.get("archive", "the archive")))
     elif event.kind in _HELD and known is not None and event.data.get("source") != "memory":
         told[event.step] = replace(known, verified=True)
     elif event.kind in _FATES:
@@ -99,12 +103,16 @@ def _as_it_lies(known: Save, one: Checkpoint) -> Save:
 
 
 def _named(one: Save, there: set[int], pinned: set[int], retention: Retention) -> Save:
+    if one.state == "removed" and one.archive:
+        return replace(one, state="archived", why=f"in {one.archive}")
     if one.state != "complete":
         return one
     if one.step not in there:
         return replace(one, state="gone", why=one.why or "nothing lies there now")
     if one.step in pinned:
         return replace(one, state="pinned", why="kept until it is unpinned")
+    if one.archive:
+        return replace(one, state="archived", why=f"in {one.archive} too")
     if retention.archives(one.step):
         return replace(one, state="archived", why=f"each {retention.keep_every} steps, for ever")
     return one
