@@ -226,8 +226,6 @@ class Saves:
         self._reporter.moves(handle.staged_bytes)
         self._reporter.save_begun_s = begun_s
         tensors = describe(captured.tensors) if member.world_rank == 0 else {}
-        if self._local is not None and self._attempt == 1:
-            warn_of_space(self._local, handle.staged_bytes, member)
 
         def shard(files: Any = (), failure: str = "") -> Shard:
             return Shard(
@@ -254,10 +252,7 @@ class Saves:
             # history has no gap below the checkpoint.
             self._reporter.flush()
             self._reporter.save_begun_s = None  # what follows is the driver's
-            result = self._coordinator.commit(done, self._config.commit_timeout_s)
-            if self._local is not None:
-                self._local.settled(path, committed=result.committed)
-            return result
+            return self._commit(done)
 
         self._flight = _Flight(step=step, result=_in_background(finish))
         self.last_step, self.last_s, self._begun_s = step, time.monotonic(), begun_s
@@ -266,8 +261,16 @@ class Saves:
         """This rank's files once the run's storage has them."""
         files = handle.files()
         if self._local is not None:
+            if self._attempt == 1:
+                warn_of_space(self._local, handle.staged_bytes, self._member)
             self._local.replicate(path, files, self._coordinator.is_over)
         return files
+
+    def _commit(self, shard: Shard) -> CommitResult:
+        result = self._coordinator.commit(shard, self._config.commit_timeout_s)
+        if self._local is not None:
+            self._local.settled(shard.path, committed=result.committed)
+        return result
 
 
 def _in_background(work: Callable[[], CommitResult]) -> Future[CommitResult]:

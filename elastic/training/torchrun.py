@@ -277,20 +277,34 @@ def run_standalone(
     )
     config.mesh.shape(place.world_size)  # or it says here what is wrong
     retention = Retention(keep=keep, keep_every=keep_every)
-    tiers = recorded_tiers(storage_path, name, local=local, archive=archive, keep_every=keep_every)
     spec = RunSpec.of(
         name=name,
         seed=seed,
         config=asked,
         identity=identity,
-        operational={**_operational(place, config, retention), **tiers},
+        operational=_operational(place, config, retention, storage_path, name, archive),
         accepted=accept_changes,
     )
     return _train_at(place, train, config, spec, retention, on_status)
 
 
-def _operational(place: Place, config: TrainingConfig, retention: Retention) -> dict[str, Any]:
+def _operational(
+    place: Place,
+    config: TrainingConfig,
+    retention: Retention,
+    storage_path: str,
+    name: str,
+    archive: str | None,
+) -> dict[str, Any]:
+    tiers = recorded_tiers(
+        storage_path,
+        name,
+        local=config.local,
+        archive=archive,
+        keep_every=retention.keep_every,
+    )
     return {
+        **tiers,
         "num_workers": [place.world_size, place.world_size],
         "save": str(config.save),
         "keep": retention.keep,
