@@ -261,10 +261,9 @@ def run_standalone(
     versions.check("torch")
     place = place or Place.here()
     check_trust(load_from, trust_foreign)
-    asked = train_loop_config or {}
     config = TrainingConfig(
         run_url=run_url(storage_path, name),
-        config=asked,
+        config=train_loop_config or {},
         seed=seed,
         save=SaveInterval.parse(save_every),
         mtbf_s=None if mtbf is None else parse_duration_s(str(mtbf), bare_unit="s"),
@@ -275,12 +274,11 @@ def run_standalone(
         load_from=load_from,
         local=local,
     )
-    config.mesh.shape(place.world_size)  # or it says here what is wrong
     retention = Retention(keep=keep, keep_every=keep_every)
     spec = RunSpec.of(
         name=name,
         seed=seed,
-        config=asked,
+        config=config.config,
         identity=identity,
         operational=_operational(place, config, retention, storage_path, name, archive),
         accepted=accept_changes,
@@ -321,6 +319,7 @@ def _train_at(
     keep: Retention,
     on_status: Callable[[Mapping[str, Any]], None] | None,
 ) -> Run:
+    config.mesh.shape(place.world_size)  # or it says here what is wrong
     store = place.store()
     launcher = Torchrun(place, store, on_status, RankLog(Filesystem.at(config.run_url)))
     launcher.listen()
