@@ -152,10 +152,10 @@ def test_a_disk_that_fails_in_the_middle_costs_no_save(
 def test_a_disk_that_cannot_sync_costs_no_save(
     tier: LocalTier, shared: Filesystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = tier.fs.root
+    shard = str(copy_of(tier, attempt(10)))
 
     def fsync(descriptor: int) -> None:
-        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(place):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == shard:
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(tiered_store.os, "fsync", fsync)
@@ -244,6 +244,13 @@ def test_what_is_not_here_is_read_in_storage(tier: LocalTier, shared: Filesystem
     assert digest_problem(fs, attempt(10), manifest.files[0]) == ""
     assert tier.drop_damaged(manifest) == []
     assert not tier.leave_out()
+
+
+def test_what_is_not_whole_here_any_more_is_read_in_storage(tier: LocalTier) -> None:
+    manifest = saved(tier)
+    fs = tier.to_read(attempt(10), manifest)
+    os.truncate(copy_of(tier, attempt(10)), 7)
+    assert fs.read_bytes(f"{attempt(10)}/shard") == BIG
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])
