@@ -10,6 +10,7 @@ import re
 from typing import BinaryIO
 
 from elastic.storage.local_store import LocalStore
+from elastic.storage.steady_store import SteadyStore
 from elastic.storage.store import Entry, Store
 
 __all__ = ["Entry", "Filesystem"]
@@ -22,7 +23,8 @@ class Filesystem:
     """Files below one root, which no path given to it can leave.
 
     Every path argument is relative, its components separated by "/"; "" is the root itself. Raises
-    `ValueError` for a path that is absolute or has a component that is empty, "." or "..".
+    `ValueError` for a path that is absolute or has a component that is empty, "." or "..". A call
+    that does not come back in time raises `StoreStuck`: see `steady_store`.
     """
 
     def __init__(self, store: Store, root: str) -> None:
@@ -39,12 +41,12 @@ class Filesystem:
         """
         scheme, path = _split(url)
         if not scheme:
-            return cls(LocalStore(), "/" + "/".join(_root_parts(path, url)))
+            return cls(SteadyStore(LocalStore()), "/" + "/".join(_root_parts(path, url)))
         path = "/".join(_object_parts(path, url))
         from elastic.storage.object_store import ObjectStore  # fsspec takes as long as all of ours
 
         try:
-            return cls(ObjectStore(scheme), path)
+            return cls(SteadyStore(ObjectStore(scheme)), path)
         except (ImportError, ValueError) as error:
             raise ValueError(f"no access to {url!r}: {error}") from error
 
@@ -140,6 +142,10 @@ class Filesystem:
     def make_dirs(self, path: str = "") -> None:
         """Makes the directory and its parents durably; nothing to make on an object store."""
         self.store.make_dirs(self._full(path))
+
+    def free_bytes(self) -> int | None:
+        """What may yet be written below the root; None where that is not to be known."""
+        return self.store.free_bytes(self.root)
 
     def _full(self, path: str) -> str:
         if not path:

@@ -121,6 +121,15 @@ class LocalStore:
                 raise NotADirectoryError(f"{directory!r} is needed as a directory but is a file")
             _sync_dir(os.path.dirname(directory))
 
+    def free_bytes(self, path: str) -> int | None:
+        """Of the file system that holds `path`, or what there is of the way to it."""
+        while not os.path.isdir(path):
+            path = os.path.dirname(path)
+        return shutil.disk_usage(path).free
+
+    def rebuild(self) -> None:
+        """Nothing to make anew: no credentials are kept here."""
+
 
 class _DurableWriter(io.BufferedWriter):
     """A file that is on the medium, not in the page cache, once `close` has returned."""

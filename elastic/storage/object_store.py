@@ -8,14 +8,25 @@ ray or torch.
 from __future__ import annotations
 
 import io
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, cast
 
 import fsspec
 
 from elastic.storage.store import Entry
+from elastic.storage.store_errors import is_taken, is_transient
+
+__all__ = ["ObjectStore", "forget_clients"]
 
 _NUM_PARALLEL_DELETES = 16
+_NUM_TRIES_OF_A_PART = 3
+"""Parts of a stream are tried again by the client, since nobody else could send one by itself."""
+
+_lock = threading.Lock()
+_clients: dict[tuple[str, int, int], Any] = {}
+"""Of this process, by scheme, by how often each tries, and by process: a child has its own."""
 
 
 class ObjectStore:
@@ -23,7 +34,22 @@ class ObjectStore:
 
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
-        self._fs: Any = fsspec.filesystem(scheme, use_listings_cache=False)
+        self._client()
+
+    @property
+    def _fs(self) -> Any:
+        return self._client()
+
+    def _client(self, num_tries: int = 1) -> Any:
+        key = (self.scheme, num_tries, os.getpid())
+        with _lock:
+            if key not in _clients:
+                _clients[key] = _made(self.scheme, num_tries)
+            return _clients[key]
+
+    def rebuild(self) -> None:
+        """The next call has a client made anew; whoever still reads or writes keeps the old one."""
+        forget_clients(self.scheme)
 
     def open_input(self, path: str) -> BinaryIO:
         return cast(BinaryIO, self._fs.open(path, "rb"))
@@ -59,12 +85,14 @@ class ObjectStore:
     def create_new(self, path: str, data: bytes) -> bool:
         try:
             self._fs.pipe_file(path, data, mode="create")
-        except FileExistsError:
-            return False
+        except Exception as error:
+            if is_taken(error):
+                return False
+            raise
         return True
 
     def open_output(self, path: str) -> BinaryIO:
-        return cast(BinaryIO, self._fs.open(path, "wb"))
+        return cast(BinaryIO, self._client(_NUM_TRIES_OF_A_PART).open(path, "wb"))
 
     def open_append(self, path: str) -> BinaryIO:
         raise io.UnsupportedOperation(
@@ -87,6 +115,33 @@ class ObjectStore:
 
     def make_dirs(self, path: str) -> None:
         """Nothing to make: a prefix exists once an object below it does."""
+
+    def free_bytes(self, path: str) -> int | None:
+        """Not to be known."""
+        return None
+
+
+def forget_clients(scheme: str) -> None:
+    """Clients of this scheme are made anew, from the environment as it then is."""
+    with _lock:
+        for key in [key for key in _clients if key[0] == scheme]:
+            del _clients[key]
+
+
+def _made(scheme: str, num_tries: int) -> Any:
+    options: dict[str, Any] = {}
+    if scheme in ("s3", "s3a"):
+        # Tried again in one place alone: three layers of six tries each are no bound.
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
+    client = fsspec.filesystem(
+        scheme, use_listings_cache=False, skip_instance_cache=True, **options
+    )
+    if scheme in ("s3", "s3a"):
+        import s3fs
+
+        client.retries = num_tries
+        s3fs.core.set_custom_error_handler(is_transient)
+    return client
 
 
 def _entry(info: dict[str, Any]) -> Entry:

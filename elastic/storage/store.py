@@ -1,7 +1,7 @@
 """A store: the few operations `Filesystem` needs of a medium, with paths that are already checked.
 
-Consumed by `Filesystem`, implemented by `LocalStore` and `ObjectStore`; tests wrap one to record or
-to break operations. Must not import ray or torch.
+Consumed by `Filesystem`, implemented by `LocalStore` and `ObjectStore`, around which `SteadyStore`
+lies; tests wrap one to record or to break operations. Must not import ray or torch.
 """
 
 from __future__ import annotations
@@ -45,3 +45,7 @@ class Store(Protocol):
     def remove_tree(self, path: str) -> None: ...
 
     def make_dirs(self, path: str) -> None: ...
+
+    def free_bytes(self, path: str) -> int | None: ...
+
+    def rebuild(self) -> None: ...
