@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import pytest
 from aiohttp import ClientSession, ClientTimeout, web
@@ -124,9 +123,9 @@ class S3Server:
         self._client = ClientSession(auto_decompress=False, timeout=ClientTimeout(total=60))
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{key:.*}", self._pass)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -137,7 +136,7 @@ class S3Server:
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        key = unquote(request.path).lstrip("/").removeprefix(f"{_BUCKET}/")
+        key = request.path.lstrip("/").removeprefix(f"{_BUCKET}/")
         self.requests[request.method] += 1
         fault = self.strike(request.method, key) or Fault()
         if fault.hold_s:
@@ -174,7 +173,7 @@ class S3Server:
                 return web.Response(status=response.status, headers=kept, body=text)
 
     def _is_there(self, path: str) -> bool:
-        return self.folder.parent.joinpath(unquote(path).lstrip("/")).is_file()
+        return self.folder.parent.joinpath(path.lstrip("/")).is_file()
 
     def _in_loop(self, work: Any) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(_READY_S)

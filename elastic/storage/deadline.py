@@ -6,6 +6,7 @@ end of the process waits for one. Must not import ray or torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -34,6 +35,7 @@ class _Call:
         self.result: Any = None
         self.error: BaseException | None = None
         self.ended = False
+        self.is_left = False
 
     def run(self) -> None:
         try:
@@ -42,6 +44,9 @@ class _Call:
             self.error = error
         self.ended = True
         self.over.release()
+        if self.is_left and hasattr(self.result, "close"):
+            with contextlib.suppress(Exception):  # a file that nobody waits for any more
+                self.result.close()
 
     def wait(self, seconds: float) -> bool:
         """Whether it has ended within that time."""
@@ -93,13 +98,14 @@ def call(work: Callable[[], T], seconds: float, what: str, changes: tuple[str, .
         )
     asked = _Call(work)
     _threads.start(asked)
+    came_back = False
     try:
         came_back = asked.wait(seconds)
-    except BaseException:
-        _threads.left[(*changes, f"\0{id(asked)}")] = asked
-        raise
+    finally:
+        if not came_back:
+            asked.is_left = True
+            _threads.left[(*changes, f"\0{id(asked)}")] = asked
     if not came_back:
-        _threads.left[(*changes, f"\0{id(asked)}")] = asked
         raise StoreStuck(f"{what}: no answer within {seconds:.3g} s")
     if asked.error is not None:
         try:

@@ -95,8 +95,9 @@ class Filesystem:
     def create_new(self, path: str, data: bytes) -> bool:
         """Makes the file, whole and durably, if there is none; whether this call has made it.
 
-        Of several callers at once one makes it. An object store that ignores conditional writes
-        gives no such promise.
+        Of several callers at once one makes it. `data` is to be the caller's own, with an id in it:
+        who finds it there has made it, by a call whose answer was lost. An object store that
+        ignores conditional writes gives no such promise.
         """
         return self.store.create_new(self._file(path), data)
 

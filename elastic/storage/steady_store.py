@@ -100,7 +100,10 @@ class SteadyStore:
         def create() -> bool:
             nonlocal has_failed
             try:
-                return self.inner.create_new(path, data) or (has_failed and self._holds(path, data))
+                if self.inner.create_new(path, data):
+                    return True
+                # A client of an object store may have tried again by itself, and said nothing.
+                return (has_failed or self.scheme != "") and self._holds(path, data)
             except BaseException:
                 has_failed = True
                 raise

@@ -50,7 +50,7 @@ _FINAL += (NotADirectoryError,)
 _NETWORK_CLASSES = re.compile(
     r"(aiohttp|botocore|aiobotocore|urllib3|requests|google\.auth)\..*"
     r"(Connect|Connection|Timeout|Disconnected|ClientOSError|Payload|IncompleteRead|"
-    r"HTTPClientError|ResponseParser|ProtocolError|TransportError|ChunkedEncoding|ProxyError)"
+    r"HTTPClientError|Checksum|ResponseParser|ProtocolError|TransportError|ChunkedEncoding|ProxyError)"
 )
 _CLIENTS = re.compile(r"(aiohttp|botocore|aiobotocore|urllib3|requests|google|gcsfs|s3fs)\.")
 _FULL = re.compile(
