@@ -54,7 +54,7 @@ Strike = Callable[[str, str], "Fault | None"]
 
 
 class S3Server:
-    """The server. `folder` is what lies in its one bucket, file by file, to look at and not to touch.
+    """The server. `folder` is what lies in its one bucket, file by file: to look at, not to touch.
 
     `strike(method, key)` is asked for a fault before each request; `requests` counts those by
     method.
@@ -156,7 +156,7 @@ class S3Server:
             if request.headers.get("If-None-Match") == "*" and self._is_there(request.path):
                 return _refusal(412, "PreconditionFailed")
             target = URL(f"http://127.0.0.1:{self._rclone_port}{request.raw_path}", encoded=True)
-            # With the host that the client has signed for; the body is here, nobody need ask for it.
+            # With the host that the client has signed for. The body is here, and not to wait for.
             left_out = ("Content-Length", "Expect", "Connection")
             headers = {k: v for k, v in request.headers.items() if k not in left_out}
             sent = self._client.request(

@@ -98,7 +98,7 @@ class ClaimedRun:
         self.metrics.flush()
 
     def check_lease(self) -> None:
-        """From any thread. Raises `LeaseLost`."""
+        """From any thread. Raises `LeaseLost` if another driver has taken the run over."""
         self._claim.lease.check()
 
     def record(self, record: Record) -> None:

@@ -18,8 +18,10 @@ from elastic.policy.retention import Retention
 from elastic.storage.archive import Archive
 from elastic.storage.archiver import ARCHIVED_S, Archiver
 from elastic.storage.checkpoints import Catalog
+from elastic.storage.late_visibility import wait_until_visible
 from elastic.storage.ledger import LedgerEvent
 from elastic.training.coordinator import CommitResult, Shard
+from elastic.training.failed_saves import FULL, clean_up
 from elastic.training.publishing import Published, publish
 
 
@@ -38,7 +40,8 @@ class NothingToResume(RuntimeError):
 class Commits:
     """The saves of the current generation. Use from the event loop only.
 
-    `tell(kind, fields)` is called for every save that failed or was published.
+    `tell(kind, fields)` is called for every save that failed or was published, and of checkpoints
+    that made room. `check_right` raises if this driver may write to the run no longer.
     """
 
     def __init__(
@@ -48,11 +51,13 @@ class Commits:
         *,
         tell: Callable[[str, Any], None],
         before_publishing: Callable[[], object],
+        check_right: Callable[[], object],
     ) -> None:
         self._catalog = catalog
         self._keep = keep
         self._tell = tell
         self._before_publishing = before_publishing
+        self._check_right = check_right
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-storage")
         self._generation = -1
         self._attempts: dict[int, _Attempt] = {}
@@ -127,12 +132,14 @@ class Commits:
     async def choose(
         self, generation: int, past: Sequence[LedgerEvent], *, from_scratch: bool
     ) -> int | None:
-        """As `open`, for a run with this past.
+        """As `open`, for a run with this past, whose newest checkpoint may be shown late.
 
         Raises:
             NothingToResume: the past tells of checkpoints, none can be found, and nobody has said
                 that the run may start again.
         """
+        if not from_scratch:
+            await self.in_order(lambda: wait_until_visible(self._catalog, past))
         step = await self.open(generation)
         committed = [event.step for event in past if event.kind == "checkpoint_committed"]
         if step is None and committed and not from_scratch:
@@ -170,6 +177,8 @@ class Commits:
         attempt.shards[shard.world_rank] = shard
         if shard.failure:
             self._settle(attempt, shard, _refused(shard.failure))
+            if len(attempt.shards) == shard.world_size:  # no rank writes any more
+                await self._clean_up(shard, shard.failure)
         elif len(attempt.shards) == shard.world_size and not attempt.outcome.done():
             await self._publish(attempt, shard)
         return await asyncio.shield(attempt.outcome)
@@ -186,12 +195,21 @@ class Commits:
         try:
             published = await self.in_order(work)
         except Exception as error:  # noqa: BLE001 - whatever storage raises fails the save
-            self._settle(attempt, last, _refused(f"{type(error).__name__}: {error}"))
+            reason = f"{type(error).__name__}: {error}"
+            self._settle(attempt, last, _refused(reason))
+            await self._clean_up(last, reason)
             return
         if not attempt.outcome.done():
             attempt.outcome.set_result(CommitResult(committed=True))
         self._attempts.pop(last.attempt, None)
         self._tell("published", published)
+
+    async def _clean_up(self, shard: Shard, reason: str) -> None:
+        def work() -> list[int]:
+            right, keep = self._check_right, self._keep
+            return clean_up(self._catalog, shard, reason, keep, self._protected, right)
+
+        self._tell("freed", await self.in_order(work))
 
     def _settle(self, attempt: _Attempt, shard: Shard, result: CommitResult) -> None:
         if not attempt.outcome.done():
@@ -209,6 +227,8 @@ def words_of(what: str, found: Any) -> list[Record | Event]:
         if "LeaseLost" in reason:
             return [failed, Unrecoverable(generation=shard.generation, reason=reason)]
         return [failed]
+    if what == "freed":
+        return [Record(kind="checkpoint_removed", step=step, reason=FULL) for step in found]
     assert isinstance(found, Published)
     committed = Record(
         kind="checkpoint_committed",

@@ -91,6 +91,7 @@ class Driver:
             self._config.keep,
             tell=self._told_of_save,
             before_publishing=run.before_publishing,
+            check_right=run.check_lease,
         )
         tell: dict[str, Any] = {"post": self._post, "record": self._record}
         self._resumption = Resumption(

@@ -113,6 +113,12 @@ class Catalog:
         """What is known of `step-<step>`, also when there is no such directory."""
         return self._look(step).checkpoint()
 
+    def knows(self, step: int) -> bool:
+        """Whether there is a marker of the step, whatever became of its files, or it is set aside.
+        """
+        aside = map(_quarantined_step, self._quarantine_paths())
+        return self._look(step).has_marker or step in aside
+
     def complete_steps(self) -> builtins.list[int]:
         """Steps of the complete checkpoints, ascending. Raises as `highest` does."""
         return [look.step for look in self._complete(sorted(self._steps()))]

@@ -32,3 +32,20 @@ def apply(
             catalog.remove(step)
             removed.append(step)
     return removed
+
+
+def make_room(
+    catalog: Catalog, policy: Retention, step: int, protected: Collection[int]
+) -> list[int]:
+    """Steps that were removed since `step`, which could not be saved, would have them removed.
+
+    As `apply`, but before that save is there: the newest complete checkpoint stays in any case.
+    """
+    steps = catalog.complete_steps()
+    going = policy.to_remove([*steps, step], {*protected, *steps[-1:]})
+    removed = []
+    for old in going:
+        if old in steps and old not in pinned_steps(catalog.fs):
+            catalog.remove(old)
+            removed.append(old)
+    return removed

@@ -64,13 +64,10 @@ class Patience:
 class SteadyStore:
     """`Store` around another one. What it raises is what that one raised last, or `StoreStuck`."""
 
-    def __init__(self, store: Store, patience: Patience = Patience()) -> None:  # noqa: B008
+    def __init__(self, store: Store, patience: Patience = Patience()) -> None:
         self.inner = store
+        self.scheme = store.scheme
         self.patience = patience
-
-    @property
-    def scheme(self) -> str:
-        return self.inner.scheme
 
     def open_input(self, path: str) -> BinaryIO:
         opened = self._steadily("open_input", path, lambda: self.inner.open_input(path))
@@ -190,7 +187,8 @@ class SteadyStore:
             reraise=True,
         )
         try:
-            return retrying(self._once, what, path, work, num_bytes, changes)
+            found: T = retrying(self._once, what, path, work, num_bytes, changes)
+            return found
         except Exception as error:
             told = as_os_error(error)
             if told is error:

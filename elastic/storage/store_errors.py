@@ -44,8 +44,10 @@ _EXPIRED_CODES = {
     *("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"),
     *("InvalidToken", "ExpiredTokenError", "401"),
 }
-_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError)
-_FINAL += (NotADirectoryError,)
+_FINAL = (
+    *(FileNotFoundError, FileExistsError, PermissionError),
+    *(IsADirectoryError, NotADirectoryError),
+)
 # Of clients' own classes, those that tell of the way to the store and not of what was asked.
 _NETWORK_CLASSES = re.compile(
     r"(aiohttp|botocore|aiobotocore|urllib3|requests|google\.auth)\..*"

@@ -23,9 +23,11 @@ from elastic.storage.archiver import ARCHIVED_S, Archiver
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import RunSpec, claim
 from elastic.storage.filesystem import Filesystem
+from elastic.storage.late_visibility import wait_until_visible
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.metrics import MetricsWriter
 from elastic.training.coordinator import CommitResult, NoSoundCheckpoint, Orders, Shard
+from elastic.training.failed_saves import FULL, clean_up
 from elastic.training.membership import TrainingConfig
 from elastic.training.pacing import Pacing
 from elastic.training.publishing import publish
@@ -111,6 +113,7 @@ class Book:
             NoSoundCheckpoint: checkpoints were committed and none is complete now.
         """
         self._catalog.sweep(self._generation)
+        wait_until_visible(self._catalog, self._past)
         found = self._catalog.highest()
         self._resumed = None if found is None else found.step
         lost = [event.step for event in self._past if event.kind == "checkpoint_committed"]
@@ -238,21 +241,25 @@ class Book:
         failures = [shard.failure for shard in shards if shard.failure]
         step = shards[0].step
         if failures:
-            self._record("checkpoint_failed", step=step, reason=failures[0])
-            return CommitResult(committed=False, reason=failures[0])
+            return self._failed(shards[0], failures[0])
         try:
             self._claim.lease.check()
             self._metrics.flush()
             done = publish(self._catalog, shards, self._keep, self._protected, self._archiver)
         except Exception as error:  # noqa: BLE001 - whatever storage raises fails the save
-            reason = f"{type(error).__name__}: {error}"
-            self._record("checkpoint_failed", step=step, reason=reason)
-            return CommitResult(committed=False, reason=reason)
+            return self._failed(shards[0], f"{type(error).__name__}: {error}")
         self._record("checkpoint_committed", step=step, data=done.record())
         self._status["checkpoint_step"] = step
         for old in done.removed:
             self._record("checkpoint_removed", step=old, reason="retention")
         return CommitResult(committed=True)
+
+    def _failed(self, shard: Shard, reason: str) -> CommitResult:
+        self._record("checkpoint_failed", step=shard.step, reason=reason)
+        right = self._claim.lease.check
+        for old in clean_up(self._catalog, shard, reason, self._keep, self._protected, right):
+            self._record("checkpoint_removed", step=old, reason=FULL)
+        return CommitResult(committed=False, reason=reason)
 
     def step_back(self, step: int, reason: str) -> int:
         """The next older checkpoint than this bad one, which is put aside."""
@@ -318,12 +325,17 @@ class Book:
         self, kind: str, *, step: int = -1, reason: str = "", data: Mapping[str, Any] | None = None
     ) -> None:
         with self._lock:
-            written = self._ledger.append(
-                kind,
-                generation=self._generation,
-                step=step,
-                reason=reason,
-                data=data,
-                time_s=time.time(),
-            )
+            try:
+                written = self._ledger.append(
+                    kind,
+                    generation=self._generation,
+                    step=step,
+                    reason=reason,
+                    data=data,
+                    time_s=time.time(),
+                )
+            except OSError as error:
+                # A disk that takes nothing more does not end the run.
+                logger.error("the ledger could not take %s: %s", kind, error)
+                return
             self._cadence.hear_past([written])

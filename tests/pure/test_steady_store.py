@@ -119,7 +119,7 @@ def test_what_is_refused_is_not_tried_again(  # B56
     fs = Filesystem(SteadyStore(refusing, QUICK), root)
     acts: list[Callable[[], object]] = [
         lambda: fs.write_bytes("a", b"x"),
-        lambda: fs.list(),
+        fs.list,
         lambda: fs.create_new("b", b"x"),
         lambda: fs.open_input("a"),
     ]
@@ -266,7 +266,7 @@ def test_a_call_that_hangs_is_left_behind(store: Any, root: str, operation: str)
     hanging = Hanging(operation)
     fs = Filesystem(SteadyStore(StruckStore(store, hanging), HASTY), root)
     acts: dict[str, Callable[[], object]] = {
-        "list": lambda: fs.list(),
+        "list": fs.list,
         "write_bytes": lambda: fs.write_bytes("a", b"x"),
         "open_output": lambda: fs.open_output("a").close(),
         "entry": lambda: fs.exists("a"),
@@ -485,9 +485,14 @@ def test_a_file_that_was_not_finished_is_not_made(tmp_path: Path) -> None:
             return Stream()
 
     fs = Filesystem(SteadyStore(Store(ObjectStore("memory"), lambda *call: None), QUICK), "x")
-    with pytest.raises(RuntimeError), fs.open_output("shard") as file:
-        file.write(b"half")
-        raise RuntimeError("out of memory")
+
+    def out_of_memory() -> None:
+        with fs.open_output("shard") as file:
+            file.write(b"half")
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        out_of_memory()
     assert done == ["discarded"]
     with fs.open_output("shard") as file:
         file.write(b"whole")
