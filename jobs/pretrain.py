@@ -168,21 +168,9 @@ def _train_under_torchrun(
             name=arguments.name,
             storage_path=storage,
             train_loop_config=config,
-            seed=arguments.seed,
-            save_every=arguments.save_every,
-            mtbf=mtbf_s(arguments),
-            save_behind=arguments.save_behind,
-            keep=arguments.keep,
-            keep_every=arguments.keep_every,
-            archive=arguments.archive,
-            local=arguments.local,
-            identity=identity_of(config),
-            accept_changes=arguments.accept_change,
-            load_from=arguments.load_from,
-            trust_foreign=arguments.trust_foreign,
+            **_asked(arguments, config),
             on_status=None if arguments.quiet else Progress(arguments.steps),
             place=place,
-            mesh=mesh(arguments),
         )
     except NotStarted:
         return 1  # rank 0 has the cause, and tells it
@@ -203,6 +191,25 @@ def _train_under_torchrun(
     if speaks:
         report(summary(url), arguments.json, url)
     return 0
+
+
+def _asked(arguments: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
+    """What is asked for by the same names with Ray and without."""
+    return {
+        "seed": arguments.seed,
+        "save_every": arguments.save_every,
+        "mtbf": mtbf_s(arguments),
+        "save_behind": arguments.save_behind,
+        "keep": arguments.keep,
+        "keep_every": arguments.keep_every,
+        "archive": arguments.archive,
+        "local": arguments.local,
+        "identity": identity_of(config),
+        "accept_changes": arguments.accept_change,
+        "load_from": arguments.load_from,
+        "trust_foreign": arguments.trust_foreign,
+        "mesh": mesh(arguments),
+    }
 
 
 def _train(
@@ -260,26 +267,14 @@ def _trainer(
             failure_config=FailureConfig(max_failures=arguments.max_failures),
         ),
         elastic_config=ElasticConfig(
-            seed=arguments.seed,
-            save_every=arguments.save_every,
-            mtbf=mtbf_s(arguments),
-            save_behind=arguments.save_behind,
+            **_asked(arguments, config),
             snapshot_every=arguments.snapshot_every,
-            keep=arguments.keep,
-            keep_every=arguments.keep_every,
-            archive=arguments.archive,
-            local=arguments.local,
             wait_for_capacity_s=arguments.wait_for_capacity,
-            identity=identity_of(config),
-            accept_changes=arguments.accept_change,
             from_step=arguments.from_step,
-            load_from=arguments.load_from,
-            trust_foreign=arguments.trust_foreign,
             hangs=hang_limits(arguments),
             node_strikes=arguments.node_strikes,
             notices=arguments.notices or "auto",
             page=arguments.page,
-            mesh=mesh(arguments),
         ),
     )
 

@@ -114,8 +114,7 @@ class Catalog:
         return self._look(step).checkpoint()
 
     def knows(self, step: int) -> bool:
-        """Whether there is a marker of the step, whatever became of its files, or it is set aside.
-        """
+        """Whether there is a marker of the step, whatever became of its files, or it is set aside."""
         aside = map(_quarantined_step, self._quarantine_paths())
         return self._look(step).has_marker or step in aside
 

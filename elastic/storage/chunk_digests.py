@@ -13,7 +13,7 @@ import xxhash
 
 from elastic.storage.manifest import CHUNK_DIGEST_HEX, CHUNKED, FileDigest
 
-__all__ = ["CHUNK_BYTES", "ChunkCheck", "ChunkDigester", "difference"]
+__all__ = ["CHUNK_BYTES", "ChunkCheck", "ChunkDigester", "chunk_problem", "difference"]
 
 CHUNK_BYTES = 16 << 20
 
@@ -93,6 +93,13 @@ class ChunkCheck:
                 return problem
             self._num_checked += 1
         return ""
+
+
+def chunk_problem(file: FileDigest, index: int, data: Any) -> str:
+    """What is wrong with `data` as that chunk of `file`, "" if nothing is."""
+    digest = xxhash.xxh3_128()
+    digest.update(data)
+    return difference(file, index, digest.hexdigest())
 
 
 def difference(file: FileDigest, index: int, found: str) -> str:

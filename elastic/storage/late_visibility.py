@@ -1,4 +1,4 @@
-"""Late visibility: a checkpoint that the ledger knows and a listing does not show yet is waited for.
+"""Late visibility: what the ledger knows and a listing does not show yet is waited for.
 
 A network file system may show a name to another node half a minute late. To resume from what is to
 be seen at once would lose the newest work in silence. Must not import ray or torch.

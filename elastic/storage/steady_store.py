@@ -79,6 +79,12 @@ class SteadyStore:
 
         return cast(BinaryIO, SteadyInput(opened, lambda: self.inner.open_input(path), read))
 
+    def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        def read() -> bytes:
+            return self.inner.read_range(path, start, num_bytes)
+
+        return self._steadily("read_range", path, read, num_bytes=num_bytes)
+
     def list(self, path: str) -> list[Entry]:
         return self._steadily("list", path, lambda: self.inner.list(path))
 

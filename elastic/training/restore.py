@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from elastic.storage.checkpoints import Catalog
+from elastic.storage.checkpoints import Catalog, Manifest
 from elastic.storage.local_tier import LocalTier
 from elastic.training.checkpoint import (
     CheckpointCorrupt,

@@ -75,9 +75,7 @@ class Run:
         self.data_size = groups.shape.data_size
         self.step = 0
         """Finished optimizer steps over the whole run; likewise below."""
-        self.samples = 0
-        self.tokens = 0
-        self.epoch = 0
+        self.samples = self.tokens = self.epoch = 0
         self._member = member
         self._settings = config
         self._coordinator = coordinator
@@ -94,12 +92,12 @@ class Run:
         self._begun_s = time.monotonic()
         self._loaded_s: float | None = None
         both: dict[str, Any] = {"member": member, "groups": groups, "reporter": self._reporter}
-        both = {**both, "config": config, "positions": self._loaders.states}
+        both |= {"config": config, "positions": self._loaders.states}
         self._snapshots = Snapshots(memory=memory, tell=coordinator.notify, **both)
         saver = self.once("elastic.saver", AsyncSaver)
         saver.attach(groups.saves)
         self._local = open_tier(config, member, coordinator, groups.control)
-        both = {**both, "filesystem": Filesystem.at(config.run_url), "local": self._local}
+        both |= {"filesystem": Filesystem.at(config.run_url), "local": self._local}
         self._saves = Saves(coordinator=coordinator, saver=saver, **both)
 
     # --- set-up -----------------------------------------------------------------------------
@@ -168,9 +166,9 @@ class Run:
         self._saves.restored(self.step, is_snapshot=restored.is_snapshot)
         self._loaders.restored(restored.plain)
         saved = rng.streams_for(restored.rank_plain, self._groups.shape)
-        step, rank, tell = self.step, self.data_rank, self._coordinator.notify
+        at, tell = (self.seed, self.step, self.data_rank), self._coordinator.notify
         self._rng = lambda: rng.restore_or_derive(
-            saved, self.seed, step, rank, lambda names: tell("rng_left_out", {"streams": names})
+            saved, *at, lambda names: tell("rng_left_out", {"streams": names})
         )
         return "memory" if restored.is_snapshot else "storage"
 
