@@ -23,7 +23,7 @@ from jobs import ray_cluster
 from jobs.pretrain_arguments import (
     InvalidInput,
     check,
-    check_tiers,
+    check_places,
     hang_limits,
     identity_of,
     mesh,
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say = place.say_once
     try:
         storage = storage_of(arguments)
-        check_tiers(arguments, storage)
+        check_places(arguments, storage)
         config, num_workers = check(arguments)
         if place is not None and not arguments.name:
             raise InvalidInput("give --name: under torchrun a restart needs it to find its run")
@@ -154,11 +154,7 @@ def _train_under_torchrun(
     from elastic.training.coordinator import NoSoundCheckpoint
     from elastic.training.standalone import NotStarted
 
-    try:
-        url = run_url(storage, arguments.name)
-    except ValueError as error:
-        place.say_once(f"pretrain: {error}")
-        return 2
+    url = run_url(storage, arguments.name)
     speaks = place.world_rank == 0
     if speaks:
         print(f"run {arguments.name} in {url}", flush=True)

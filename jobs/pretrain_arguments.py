@@ -15,7 +15,7 @@ from elastic.policy.durations import parse_duration_s
 from elastic.policy.hangs import HangLimits
 from elastic.policy.mesh import Mesh
 from elastic.policy.saves import AUTO, SaveInterval
-from elastic.storage.claim import recorded_tiers
+from elastic.storage.claim import recorded_tiers, run_url
 
 DEFAULT_STORAGE = Path("~/elastic-runs").expanduser()
 OPTIMIZERS = ("adamw", "sgd")
@@ -291,12 +291,14 @@ def _check_trust(arguments: argparse.Namespace) -> None:
         )
 
 
-def check_tiers(arguments: argparse.Namespace, storage: str) -> None:
-    """Raises `InvalidInput` where --local or --archive can be no such place."""
+def check_places(arguments: argparse.Namespace, storage: str) -> None:
+    """Raises `InvalidInput` for a run directory, a --local or an --archive that cannot be one."""
+    name = arguments.name or "a-run"
     try:
+        run_url(storage, name)
         recorded_tiers(
             storage,
-            arguments.name or "a-run",
+            name,
             local=arguments.local,
             archive=arguments.archive,
             keep_every=arguments.keep_every,
