@@ -177,10 +177,11 @@ class Commits:
         attempt.shards[shard.world_rank] = shard
         if shard.failure:
             self._settle(attempt, shard, _refused(shard.failure))
-            if len(attempt.shards) == shard.world_size:  # no rank writes any more
-                await self._clean_up(shard, shard.failure)
-        elif len(attempt.shards) == shard.world_size and not attempt.outcome.done():
-            await self._publish(attempt, shard)
+        if len(attempt.shards) == shard.world_size:  # no rank writes any more
+            if attempt.outcome.done():
+                await self._clean_up(shard, attempt.outcome.result().reason)
+            else:
+                await self._publish(attempt, shard)
         return await asyncio.shield(attempt.outcome)
 
     async def _publish(self, attempt: _Attempt, last: Shard) -> None:

@@ -33,6 +33,8 @@ UNUSED_S = 3600.0
 
 _NAME = re.compile(r"elastic-([0-9A-Za-z_-]{1,64})")
 _LOCK = ".lock"
+_COMMITTED = "committed"
+"""Names the newest save here that was committed, for who restores from elsewhere."""
 
 TellLocal = Callable[[str, str], None]
 
@@ -146,6 +148,8 @@ class LocalTier:
             self._remove([attempt])
             return
         self._kept = attempt
+        with contextlib.suppress(OSError):
+            self.fs.write_bytes(_COMMITTED, attempt.encode())
         begun = _order(attempt)
         self._remove([path for path in self._attempts() if _order(path) < begun])
 
@@ -208,13 +212,15 @@ class LocalTier:
     # --- what is here ----------------------------------------------------------------------------
 
     def sweep(self, generation: int, now_s: float) -> list[str]:
-        """What is now gone: saves of older generations but the checkpoint that was restored, and
-        other runs' directories that no process has used for `UNUSED_S`.
+        """What is now gone: saves of older generations but the checkpoint that was restored, or
+        else the newest one that was committed, and other runs' directories that no process has used
+        for `UNUSED_S`.
 
         `now_s` is wall time. Of the ranks of a node one calls it, after it has restored.
         """
+        kept = self._kept or self._committed()
         stale = [path for path in self._attempts() if _order(path)[0] < generation]
-        gone = [path for path in stale if path != self._kept]
+        gone = [path for path in stale if path != kept]
         self._remove(gone)
         return gone + [name for name in self._others() if _remove_unused(name, now_s)]
 
@@ -229,6 +235,11 @@ class LocalTier:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+    def _committed(self) -> str | None:
+        with contextlib.suppress(OSError):
+            return self.fs.read_bytes(_COMMITTED).decode(errors="replace")
+        return None
 
     def _attempts(self) -> list[str]:
         found = [entry.name for entry in self._list(DIR) if entry.is_dir]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
 from elastic.storage.completeness import ATTEMPT_NAME, DIR
+from elastic.storage.direct_file import DirectFile
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import FileDigest
 from elastic.storage.store import Entry, Store
@@ -92,7 +93,7 @@ class _Output(io.RawIOBase):
         self._storage = storage
         self._store = store
         self._stream: BinaryIO | None = None
-        self._file: DiskFile | None = DiskFile(path, "wb+")
+        self._file: DirectFile | None = DirectFile(path)
         self._bytes = 0
 
     def writable(self) -> bool:
@@ -143,9 +144,10 @@ class _Output(io.RawIOBase):
         """What the disk has taken goes to storage, and the rest will."""
         assert self._file is not None
         self._store.failed(error)
-        file, self._file = self._file, None
-        with file:
-            file.seek(0)
+        broken, self._file = self._file, None
+        with contextlib.suppress(OSError):
+            broken.close()
+        with open(self._path, "rb", buffering=0) as file:
             self._stream = self._storage()
             left_bytes = self._bytes
             while left_bytes:

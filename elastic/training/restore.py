@@ -62,6 +62,7 @@ def begin(
         assert memory is not None
         member, restored = _from_memory(state, member, memory, control)
         if restored is not None:
+            tidy(local, member)
             return restored
     if member.resume_step is not None:
         restored = restore(

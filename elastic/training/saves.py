@@ -32,6 +32,7 @@ from elastic.training.shortcuts import Mark
 from elastic.training.state import TrackedState
 
 _LOOK_S = 0.1
+_COPIED_S = 6 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,9 +268,12 @@ class Saves:
         return files
 
     def _commit(self, shard: Shard) -> CommitResult:
-        result = self._coordinator.commit(shard, self._config.commit_timeout_s)
-        if self._local is not None:
-            self._local.settled(shard.path, committed=result.committed)
+        timeout_s = self._config.commit_timeout_s
+        if self._local is None:
+            return self._coordinator.commit(shard, timeout_s)
+        # Another node's link may be the slower one: its ranks are still at their copies.
+        result = self._coordinator.commit(shard, timeout_s + _COPIED_S)
+        self._local.settled(shard.path, committed=result.committed)
         return result
 
 

@@ -111,7 +111,7 @@ def test_only_what_saves_write_goes_to_the_disk(tier: LocalTier, shared: Filesys
     assert tier.held_bytes() == 0
 
 
-class Breaking(tiered_store.DiskFile):
+class Breaking(tiered_store.DirectFile):
     """A disk that is full, or breaks, after so many bytes; nothing it has taken is lost."""
 
     left_bytes = 1 << 20
@@ -138,7 +138,7 @@ def test_a_disk_that_fails_in_the_middle_costs_no_save(
     tier.tell = lambda kind, reason: told.append((kind, reason))
     monkeypatch.setattr(Breaking, "left_bytes", left_bytes)
     monkeypatch.setattr(Breaking, "error", error)
-    monkeypatch.setattr(tiered_store, "DiskFile", Breaking)
+    monkeypatch.setattr(tiered_store, "DirectFile", Breaking)
     file = write(tier, attempt(10))
     again = write(tier, attempt(10), "second")
     tier.replicate(attempt(10), [file, again], lambda: False)
@@ -318,6 +318,18 @@ def test_older_generations_go_but_not_what_was_restored(
     assert tier.sweep(1, time.time()) == [attempt(20, 0, 2)]
     kept = [entry.name for entry in tier.fs.list("checkpoints")]
     assert kept == ["step-10.tmp-0-1", "step-20.tmp-1-1"]
+
+
+def test_what_was_committed_last_stays_for_who_restored_from_elsewhere(
+    open_tier: Callable[..., LocalTier],
+) -> None:
+    before = open_tier()
+    saved(before)
+    write(before, attempt(20, 0, 2), data=b"in flight when all died")
+    before.close(is_over=False)
+    tier = open_tier()
+    assert tier.sweep(1, time.time()) == [attempt(20, 0, 2)]
+    assert copy_of(tier, attempt(10)).exists()
 
 
 def test_another_runs_leftovers_go_once_nobody_uses_them(
