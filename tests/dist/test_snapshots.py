@@ -10,14 +10,17 @@ import torch
 import torch.distributed as dist
 
 from elastic.policy.mesh import TENSOR
+from elastic.policy.saves import SaveInterval
 from elastic.storage.chunk_digests import ChunkDigester
 from elastic.storage.manifest import FileDigest
 from elastic.training import jsonable, piece
 from elastic.training.loading import LoadFailed
+from elastic.training.membership import Membership, TrainingConfig
 from elastic.training.node_memory import PieceLost
 from elastic.training.piece import Layout as Pieces
 from elastic.training.process_group import Groups
-from elastic.training.saving import STATE, rank_file
+from elastic.training.saves import Saves
+from elastic.training.saving import STATE, AsyncSaver, rank_file
 from elastic.training.shard_reader import CheckpointCorrupt
 from elastic.training.snapshot_reader import load_snapshot
 from elastic.training.state import TrackedState
@@ -134,6 +137,38 @@ def test_a_snapshot_is_what_a_checkpoint_is_at_any_size(tmp_path: Path) -> None:
         assert found == whole
     (tmp_path / "2.own").unlink()
     run_ranks(lost, 2, tmp_path, 3)
+
+
+def saves(every_s: float) -> Saves:
+    member = Membership(
+        run_id="run",
+        generation=0,
+        world_rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        store_host="",
+        store_port=0,
+        resume_step=None,
+    )
+    unused: dict[str, Any] = dict.fromkeys(("coordinator", "groups", "filesystem", "reporter"))
+    return Saves(
+        member=member,
+        config=TrainingConfig(run_url="/unused", save=SaveInterval(seconds=every_s)),
+        saver=AsyncSaver(),
+        positions=dict,
+        **unused,
+    )
+
+
+def test_what_came_from_memory_is_no_checkpoint_and_is_saved_soon() -> None:
+    found = saves(every_s=1000.0)
+    found.restored(5)
+    assert found.committed_step == 5 and not found.is_due(6)
+    found.restored(7, is_snapshot=True)
+    assert found.committed_step < 0, "the end of the run, or a leave, would find it saved"
+    assert not found.is_due(7) and found.is_due(8)
 
 
 def on_mesh(rank: int, world_size: int, folder: Path, layout: Layout) -> None:
