@@ -172,6 +172,7 @@ class Group:
                 told = f"{len(members)} workers are left of at least {rules.min_workers}"
                 raise GroupStartError(told, True)
             self._spawn(self._bury(leaving))
+            self.keepers.start(pids_by_node(members))
             on_regrouped(generation, len(members))
             await self.on_thread(self._tell_ranks, generation, members, resume)
             await asyncio.wait_for(self._wait_for_all(), timeout=_REFORM_S)

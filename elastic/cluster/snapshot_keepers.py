@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import ActorDiedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster.memory_line import Keepers
@@ -55,19 +56,19 @@ class SnapshotKeepers:
 
     async def open(self, generation: int) -> dict[str, list[Piece]]:
         """Fence off older generations; the pieces by node, of all that answer in two seconds."""
-        asked = {node_id: self._ask(node_id, "open", generation) for node_id in self._keepers}
+        asked = {node_id: self._ask(node_id, "open", generation) for node_id in [*self._keepers]}
         found = await asyncio.gather(*asked.values())
         return {node_id: pieces or [] for node_id, pieces in zip(asked, found, strict=True)}
 
     async def keep_only(self, snapshot: Snapshot | None) -> None:
         """Drop what older generations have left, but for this snapshot."""
         age = None if snapshot is None else (snapshot.generation, snapshot.step)
-        await asyncio.gather(*[self._ask(one, "keep_only", age) for one in self._keepers])
+        await asyncio.gather(*[self._ask(one, "keep_only", age) for one in [*self._keepers]])
 
     async def drop(self, snapshot: Snapshot) -> None:
         """This one is of no use."""
         age = snapshot.generation, snapshot.step
-        await asyncio.gather(*[self._ask(one, "drop", age) for one in self._keepers])
+        await asyncio.gather(*[self._ask(one, "drop", age) for one in [*self._keepers]])
 
     def forget(self, node_ids: Iterable[str]) -> None:
         """These nodes are lost: should they come back, they get new keepers."""
@@ -84,6 +85,10 @@ class SnapshotKeepers:
         try:
             answer = getattr(self._keepers[node_id], method).remote(*args)
             return await asyncio.wait_for(answer, _ANSWER_S)
+        except ActorDiedError:
+            self._keepers.pop(node_id, None)  # the next group there gets another one
+            logger.warning("the keeper on node %s has died", node_id[:12])
+            return None
         except Exception as error:  # noqa: BLE001 - Ray has many errors for an actor that is gone
             logger.warning("no answer from the keeper on node %s: %r", node_id[:12], error)
             return None

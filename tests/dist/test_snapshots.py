@@ -23,6 +23,7 @@ from elastic.training.saves import Saves
 from elastic.training.saving import STATE, AsyncSaver, rank_file
 from elastic.training.shard_reader import CheckpointCorrupt
 from elastic.training.snapshot_reader import load_snapshot
+from elastic.training.snapshots import Snapshots, SnapshotsDoNotFit
 from elastic.training.state import TrackedState
 from tests.dist.mesh_run import LAYOUTS, Layout, backward, generation
 from tests.dist.mesh_run import built as on_its_mesh
@@ -139,22 +140,47 @@ def test_a_snapshot_is_what_a_checkpoint_is_at_any_size(tmp_path: Path) -> None:
     run_ranks(lost, 2, tmp_path, 3)
 
 
+ALONE = Membership(
+    run_id="run",
+    generation=0,
+    world_rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    node_rank=0,
+    store_host="",
+    store_port=0,
+    resume_step=None,
+)
+
+
+class Full:
+    """A node without memory for snapshots."""
+
+    asked_bytes = 0
+
+    def check(self, piece_bytes: int) -> str:
+        self.asked_bytes = piece_bytes
+        return "snapshots need 8 bytes of memory here, found 4 available"
+
+
+def test_snapshots_that_do_not_fit_are_refused_before_the_first_step() -> None:
+    memory: Any = Full()
+    config = TrainingConfig(run_url="/unused", snapshot_every=2)
+    unused: dict[str, Any] = dict.fromkeys(("groups", "reporter", "positions", "tell"))
+    found = Snapshots(config=config, memory=memory, member=ALONE, **unused)
+    model = torch.nn.Linear(1000, 10, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(SnapshotsDoNotFit, match=r"found 4 available.*snapshot_every=None"):
+        found.checked(TrackedState(model=model, optimizer=optimizer))
+    # Moments that are not there yet count.
+    assert memory.asked_bytes == pytest.approx(3 * 40_000, rel=0.01)
+
+
 def saves(every_s: float) -> Saves:
-    member = Membership(
-        run_id="run",
-        generation=0,
-        world_rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=0,
-        store_host="",
-        store_port=0,
-        resume_step=None,
-    )
     unused: dict[str, Any] = dict.fromkeys(("coordinator", "groups", "filesystem", "reporter"))
     return Saves(
-        member=member,
+        member=ALONE,
         config=TrainingConfig(run_url="/unused", save=SaveInterval(seconds=every_s)),
         saver=AsyncSaver(),
         positions=dict,
