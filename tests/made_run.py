@@ -34,7 +34,9 @@ def make_run(root: Path | str, name: str = "demo") -> Catalog:
     return Catalog(fs, made.run_id)
 
 
-def add_checkpoint(catalog: Catalog, step: int, generation: int = 0) -> None:
+def add_checkpoint(
+    catalog: Catalog, step: int, generation: int = 0, *, replace: bool = False
+) -> None:
     path = catalog.begin(step, generation, 0)
     content = {**FILES, "state.json": f'{{"step": {step}}}'.encode()}
     for name, data in content.items():
@@ -53,7 +55,7 @@ def add_checkpoint(catalog: Catalog, step: int, generation: int = 0) -> None:
             for name, data in content.items()
         ],
     )
-    catalog.commit(manifest, path)
+    catalog.commit(manifest, path, replace=replace)
 
 
 def add_history(catalog: Catalog, life: int) -> None:

@@ -176,8 +176,9 @@ class Catalog:
         """The published checkpoint; a crash at any point leaves it complete or absent.
 
         Takes an unpublished leftover of the same step out of the way. A complete checkpoint of this
-        very attempt is returned as it is; one of another attempt is quarantined with `replace`, and
-        a crash may then leave the step with neither. Raises `SaveIncomplete`, `AlreadyComplete`,
+        very attempt is returned as it is; one of another attempt is quarantined with `replace`.
+        (Where a disk cannot exchange two directories, a crash may then leave the step with
+        neither.) Raises `SaveIncomplete`, `AlreadyComplete`,
         `StaleGeneration`, `UnsupportedFormat`, and `ValueError` for a manifest of another run or
         attempt.
         """
@@ -205,8 +206,10 @@ class Catalog:
             raise SaveIncomplete(step, problems)
         text = manifest.to_json().encode()
         self.fs.write_bytes(f"{attempt_path}/{MANIFEST}", text)
-        self._make_way(old, f"replaced by a save of generation {manifest.generation}")
-        self._publish(step, attempt_path, text)
+        why = f"replaced by a save of generation {manifest.generation}"
+        if not (old.complete and self._exchange(step, attempt_path, text, why)):
+            self._make_way(old, why)
+            self._publish(step, attempt_path, text)
         new = self._look(step)
         if not new.complete:
             raise SaveIncomplete(step, [new.flaw])
@@ -350,15 +353,15 @@ class Catalog:
         elif self.fs.is_local:
             self.fs.remove_tree(home(old.step))
 
-    def _set_aside(self, step: int, reason: str) -> str:
-        """Quarantines; on an object store the marker in place remains for the caller to change."""
+    def _set_aside(self, step: int, reason: str, path: str = "") -> str:
+        """Quarantines what is at the step, or at `path`; on an object store the marker in place remains for the caller to change."""
         taken = set(self._quarantine_paths())
         count = 0
         while (target := f"{_QUARANTINE}/step-{step}-{count}") in taken:
             count += 1
         text = (reason + "\n").encode("utf-8", "backslashreplace")
         if self.fs.is_local:
-            self.fs.rename(home(step), target)
+            self.fs.rename(path or home(step), target)
             # A full disk must not keep a bad checkpoint in its place; the ledger has the reason.
             with contextlib.suppress(OSError):
                 self.fs.write_bytes(f"{target}/{REASON}", text)
@@ -368,6 +371,20 @@ class Catalog:
             self.fs.write_bytes(f"{target}/{MARKER}", marker)
         self.fs.write_bytes(f"{target}/{REASON}", text)
         return target
+
+    def _exchange(self, step: int, attempt_path: str, manifest_text: bytes, why: str) -> bool:
+        """Whether the attempt now is the step, and the complete one that was there is set aside."""
+        if not self.fs.is_local:
+            return False
+        pointer = Pointer(path=home(step), manifest_digest=sha256(manifest_text))
+        self.fs.write_bytes(f"{attempt_path}/{MARKER}", pointer.to_json())
+        if not self.fs.exchange(attempt_path, home(step)):
+            self.fs.remove_tree(f"{attempt_path}/{MARKER}")
+            return False
+        # The save is published: that the old one lies where it was would be no reason to fail it.
+        with contextlib.suppress(OSError):
+            self._set_aside(step, why, attempt_path)
+        return True
 
     def _publish(self, step: int, attempt_path: str, manifest_text: bytes) -> None:
         if self.fs.is_local:

@@ -136,6 +136,14 @@ class Filesystem:
         """
         self.store.rename(self._file(src), self._file(dst))
 
+    def exchange(self, one: str, other: str) -> bool:
+        """Whether the two directories have changed names, at once and durably.
+
+        False, and nothing is done, where the file system has no such operation. Raises
+        `FileNotFoundError`.
+        """
+        return self.store.exchange(self._file(one), self._file(other))
+
     def remove_tree(self, path: str) -> None:
         """Removes a file or a directory with all it holds; nothing happens when it is missing."""
         self.store.remove_tree(self._file(path))

@@ -7,6 +7,7 @@ Must not import ray or torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import io
 import os
@@ -97,6 +98,13 @@ class LocalStore:
         _sync_dir(os.path.dirname(dst))
         _sync_dir(os.path.dirname(src))
 
+    def exchange(self, one: str, other: str) -> bool:
+        if not _exchange(one, other):
+            return False
+        _sync_dir(os.path.dirname(one))
+        _sync_dir(os.path.dirname(other))
+        return True
+
     def remove_tree(self, path: str) -> None:
         try:
             if os.path.isdir(path) and not os.path.islink(path):
@@ -164,6 +172,20 @@ def _loops_are_missing() -> Iterator[None]:
         raise FileNotFoundError(
             errno.ENOENT, "a link that leads to itself", error.filename
         ) from error
+
+
+def _exchange(one: str, other: str) -> bool:
+    """Each gets the other's name at once; False where system or file system cannot do that."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), one, None, other)
 
 
 def _sync_dir(path: str) -> None:

@@ -104,6 +104,10 @@ class ObjectStore:
             f"{self.scheme}://{src} cannot be renamed: write a marker that names it instead"
         )
 
+    def exchange(self, one: str, other: str) -> bool:
+        """Not to be had."""
+        return False
+
     def remove_tree(self, path: str) -> None:
         try:
             below = self._fs.find(path, withdirs=True, detail=True)

@@ -141,6 +141,13 @@ class SteadyStore:
 
         self._steadily("rename", src, move, changes=True)
 
+    def exchange(self, one: str, other: str) -> bool:
+        def work() -> bool:
+            return self.inner.exchange(one, other)
+
+        # Never again: done twice it would be undone.
+        return self._once(f"exchange {self._where(one)}", one, work, 0, changes=True)
+
     def remove_tree(self, path: str) -> None:
         self._steadily("remove_tree", path, lambda: self.inner.remove_tree(path), changes=True)
 
