@@ -150,7 +150,7 @@ class _Write:
         problem = self._problem
         if not problem:
             try:
-                self._writer.write(memoryview(self._staged.image))
+                self._writer.write(self._staged.image)
             except Exception as error:  # noqa: BLE001 - the other ranks hear of it
                 problem = f"{type(error).__name__}: {error}"
         self._verdicts.reach(problem, self._staged.layout, self._writer.write_metadata)

@@ -66,14 +66,14 @@ def lay_out(
 ) -> list[torch.Tensor]:
     """Writes all but the tensors' own bytes into the block, and gives views for those."""
     views = []
+    block = block[: image_bytes(places)]
     for place, tensor in zip(places, like, strict=True):
         frame = _frame(tensor.shape, tensor.dtype)
         record = block[place.start : place.start + place.length]
         head, tail = len(frame.head), len(frame.head) + frame.content_bytes
         record[:head] = np.frombuffer(frame.head, dtype=np.uint8)
         record[tail:] = np.frombuffer(frame.tail, dtype=np.uint8)
-        end = place.start + -(-place.length // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        block[place.start + place.length : end] = 0
+        block[place.start + place.length :][:_ALIGNMENT_BYTES] = 0  # up to the next record
         views.append(_view(record[head:tail], tensor))
     return views
 

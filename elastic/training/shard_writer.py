@@ -7,9 +7,8 @@ ray.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import BinaryIO
 
-from elastic.storage.chunk_digests import ChunkDigester
+from elastic.storage.chunk_digests import CHUNK_BYTES, ChunkDigester
 from elastic.storage.completeness import sha256
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import FileDigest
@@ -18,7 +17,6 @@ from elastic.training.verdicts import shard_file
 __all__ = ["METADATA", "ShardWriter"]
 
 METADATA = ".metadata"
-_PIECE_BYTES = 1 << 24
 
 
 class ShardWriter:
@@ -47,9 +45,9 @@ class ShardWriter:
     def _write_shards(self, name: str, shards: memoryview) -> None:
         with self._fs.open_output(name) as file:
             digester = ChunkDigester()
-            for start in range(0, shards.nbytes, _PIECE_BYTES):
+            for start in range(0, shards.nbytes, CHUNK_BYTES):
                 # Both take the memory as it is, and leave the interpreter to training meanwhile.
-                piece = shards[start : start + _PIECE_BYTES]
+                piece = shards[start : start + CHUNK_BYTES]
                 file.write(piece)
                 digester.update(piece)
         # Only now, closed, is it durable.

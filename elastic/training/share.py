@@ -7,7 +7,7 @@ Each rank works out its own without asking the others. Must not import ray.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,38 +58,42 @@ class Piece:
 @torch.no_grad()
 def share_of(
     tensors: Mapping[str, torch.Tensor], rank: int, spares: Collection[Key] = ()
-) -> tuple[list[Piece], list[torch.Tensor]]:
-    """The pieces that are this rank's to write, and the live memory of each.
+) -> tuple[list[Piece], list[torch.Tensor], frozenset[Key]]:
+    """The pieces that are this rank's to write, the live memory of each, and what it leaves out.
 
     What is not sharded is rank 0's alone: chosen item by item, the mean and the variance of a norm
     could come from two ranks that do not agree. Of a part that several ranks of a mesh hold alike
-    one of them writes it, in turn; `spares` are left out. Raises `ValueError` for a tensor that cannot be kept.
+    one of them writes it, in turn; of `spares` others do. Raises `ValueError` for a tensor that
+    cannot be kept.
     """
     layouts: dict[Any, _Layout] = {}
     turns: dict[Any, _Turns] = {}
-    pieces, sources = [], []
+    pieces, sources, left_out = [], [], set()
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             # Asking costs more than copying a small tensor, and moments lie as their parameters
             # do. The id stands for the mesh, whose own equality takes no account of this
             # process's place in it.
-            key = (id(tensor.device_mesh), tensor.placements, tensor.shape)
-            layout = layouts.get(key)
+            place = (id(tensor.device_mesh), tensor.placements, tensor.shape)
+            layout = layouts.get(place)
             if layout is None:
-                layout = layouts[key] = _Layout.of(tensor, turns)
+                layout = layouts[place] = _Layout.of(tensor, turns)
             local = tensor.to_local()
             chunk, is_ours = layout.chunk, layout.is_ours(tensor)
         else:
             local = tensor.detach()
             zeros = torch.Size([0] * local.dim())
             chunk, is_ours = ChunkStorageMetadata(offsets=zeros, sizes=local.shape), rank == 0
-        if not is_ours or chunk is None or (name, chunk.offsets) in spares:
+        if not is_ours or chunk is None:
+            continue
+        if (key := (name, chunk.offsets)) in spares:
+            left_out.add(key)
             continue
         _check(name, local)
         is_sharded = isinstance(tensor, DTensor)
         pieces.append(Piece(name, local.dtype, tensor.shape, chunk, is_sharded))
         sources.append(local)
-    return pieces, sources
+    return pieces, sources, frozenset(left_out)
 
 
 class _Turns:
@@ -144,7 +148,7 @@ def _dims_alike(tensor: DTensor) -> tuple[int, ...]:
     )
 
 
-def _turns(mesh: DeviceMesh, coordinate: list[int], alike: tuple[int, ...]) -> _Turns:
+def _turns(mesh: DeviceMesh, coordinate: Sequence[int], alike: tuple[int, ...]) -> _Turns:
     num_holders, own_index = 1, 0
     for dim in alike:
         num_holders *= mesh.size(dim)

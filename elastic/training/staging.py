@@ -26,14 +26,21 @@ Block = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which pieces this rank writes and where each lies; the same object while they stay so."""
+    """Which pieces this rank writes and where each lies; the same object while they stay so.
+
+    `left_out` are those that it holds and another rank writes.
+    """
 
     pieces: Sequence[Piece]
     places: Sequence[Place]
+    left_out: frozenset[Key]
 
     @property
     def bytes(self) -> int:
         return image_bytes(self.places)
+
+
+_NOTHING = Layout((), (), frozenset())
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +48,7 @@ class Staged:
     """One rank's copies, as its file will hold them. `problem` tells why there are none."""
 
     layout: Layout
-    image: Block
+    image: memoryview
     problem: str = ""
 
 
@@ -56,7 +63,7 @@ class HostStager:
         self._make_block = make_block
         self._block = np.empty(0, dtype=np.uint8)
         self._making: threading.Thread | None = None
-        self._layout = Layout((), ())
+        self._layout = _NOTHING
         self._views: list[torch.Tensor] = []
 
     def reserve(self, size_bytes: int) -> None:
@@ -79,25 +86,24 @@ class HostStager:
     ) -> Staged:
         """Copies of what this rank writes of them, without the spares; complete when it returns."""
         try:
-            pieces, sources = share_of(tensors, rank, spares)
+            pieces, sources, left_out = share_of(tensors, rank, spares)
             self._wait()
-            if pieces != self._layout.pieces:
-                self._arrange(pieces, sources)
+            if (pieces, left_out) != (self._layout.pieces, self._layout.left_out):
+                self._arrange(sources, Layout(pieces, places_for(sources), left_out))
             _copy_to_host(self._views, sources)
         except Exception as error:  # noqa: BLE001 - every rank is to hear of it, see above
-            return Staged(Layout((), ()), self._block[:0], f"{type(error).__name__}: {error}")
-        return Staged(self._layout, self._block[: self._layout.bytes])
+            return Staged(_NOTHING, memoryview(b""), f"{type(error).__name__}: {error}")
+        return Staged(self._layout, self._block.data[: self._layout.bytes])
 
-    def _arrange(self, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> None:
-        self._layout, self._views = Layout((), ()), []
-        layout = Layout(pieces, places_for(sources))
+    def _arrange(self, sources: Sequence[torch.Tensor], layout: Layout) -> None:
+        self._layout, self._views = _NOTHING, []
         if self._block.nbytes < layout.bytes:
             self._grow(layout.bytes)
         self._views = lay_out(self._block, layout.places, sources)
         self._layout = layout
 
     def _grow(self, size_bytes: int) -> None:
-        self._layout, self._views = Layout((), ()), []
+        self._layout, self._views = _NOTHING, []
         self._block = np.empty(0, dtype=np.uint8)  # freed first: two would not fit
         self._block = self._make_block(size_bytes)
 

@@ -1,7 +1,7 @@
 """Verdicts: what all ranks together made of a save, which each of them hears.
 
-Two small exchanges when the files are written, none before: each rank's share of the tensors
-follows from the tensors. What is written where is told once, and again when it has changed. Must
+Two small exchanges when the files are written, none before: what a rank writes
+follows from its tensors. What is written where is told once, and again when it has changed. Must
 not import ray.
 """
 
@@ -19,14 +19,13 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-from elastic.training.shard_image import Place
-from elastic.training.share import Key, Piece
+from elastic.training.share import Key
 from elastic.training.staging import Layout
 
-__all__ = ["FailedTogether", "Share", "Verdicts", "metadata_of", "shard_file", "spares_of"]
+__all__ = ["FailedTogether", "Verdicts", "metadata_of", "shard_file", "spares_of"]
 
 
 class FailedTogether(Exception):
@@ -34,23 +33,15 @@ class FailedTogether(Exception):
 
 
 class _DoesNotFit(ValueError):
-    """The ranks' shares do not make up the tensors."""
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """What one rank has written, and where."""
-
-    pieces: Sequence[Piece]
-    places: Sequence[Place]
+    """The ranks' layouts do not make up the tensors."""
 
 
 @dataclass(frozen=True)
 class _Word:
-    """One rank's word on a save. `share` is None when it is the one it told last."""
+    """One rank's word on a save. `layout` is None when it is the one it told last."""
 
     failure: str
-    share: Share | None
+    layout: Layout | None
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class Verdicts:
         self._group = group
         self._rank = 0 if group is None else group.rank()
         self._told: Layout | None = None
-        self._known: dict[int, Share] = {}
+        self._known: dict[int, Layout] = {}
         self._metadata = b""
         self.spares: frozenset[Key] = frozenset()
         """Pieces that this rank need not write, since another one does."""
@@ -85,9 +76,7 @@ class Verdicts:
         all ranks alike, and whatever the group raises when a rank is gone.
         """
         is_known = bool(failure) or layout is self._told
-        words = self._gather(
-            _Word(failure, None if is_known else Share(layout.pieces, layout.places))
-        )
+        words = self._gather(_Word(failure, None if is_known else layout))
         verdict = self._broadcast(self._judge(words, write_metadata) if words else _Verdict())
         if verdict.spares is None:
             self.spares = frozenset()
@@ -103,7 +92,7 @@ class Verdicts:
             return _Verdict("; ".join(failures))
         spares: dict[int, frozenset[Key]] = {}
         try:
-            news = {rank: word.share for rank, word in enumerate(words) if word.share is not None}
+            news = {rank: word.layout for rank, word in enumerate(words) if word.layout is not None}
             if news:
                 known = {**self._known, **news}
                 spares = spares_of(known)
@@ -133,15 +122,15 @@ class Verdicts:
         return said[0]
 
 
-def spares_of(shares: Mapping[int, Share]) -> dict[int, frozenset[Key]]:
+def spares_of(layouts: Mapping[int, Layout]) -> dict[int, frozenset[Key]]:
     """By rank, the pieces that it has written and another one is to write from now on.
 
     Ranks may hold the same without sharing a mesh. Whoever has the least to write has it.
     """
     holders: dict[Key, list[int]] = defaultdict(list)
     sizes: dict[Key, int] = {}
-    for rank, share in sorted(shares.items()):
-        for piece, place in zip(share.pieces, share.places, strict=True):
+    for rank, layout in sorted(layouts.items()):
+        for piece, place in zip(layout.pieces, layout.places, strict=True):
             holders[piece.key].append(rank)
             sizes[piece.key] = place.length
     bytes_of: Counter[int] = Counter()
@@ -159,32 +148,40 @@ def spares_of(shares: Mapping[int, Share]) -> dict[int, frozenset[Key]]:
     return {rank: frozenset(keys) for rank, keys in spares.items()}
 
 
-def metadata_of(shares: Mapping[int, Share], spares: Mapping[int, Collection[Key]]) -> bytes:
-    """DCP's `.metadata` of files that hold these shares, by rank, without regard to the spares.
+def metadata_of(layouts: Mapping[int, Layout], spares: Mapping[int, Collection[Key]]) -> bytes:
+    """DCP's `.metadata` of the files that the ranks have written, without regard to the spares.
 
-    Raises `ValueError` when the shares do not make up every tensor.
+    Raises `ValueError` when they do not make up every tensor.
     """
     plans, storage_data = [], []
-    for rank, share in sorted(shares.items()):
+    for rank, layout in sorted(layouts.items()):
         left_out = spares.get(rank, ())
         items = []
-        for piece, place in zip(share.pieces, share.places, strict=True):
+        for piece, place in zip(layout.pieces, layout.places, strict=True):
             if piece.key not in left_out:
                 items.append(piece.write_item())
                 storage_data.append(_StorageInfo(shard_file(rank), place.start, place.length))
         plans.append(SavePlan(items))
     plans, metadata = create_default_global_save_plan(plans)
-    if problems := _validate_global_plan(plans, metadata):
-        raise _DoesNotFit(
-            f"the ranks' parts do not make up the tensors: {'; '.join(problems[:3])}. "
-            "Every rank has to track the same objects"
-        )
+    _check(plans, metadata, layouts)
     indices = [item.index for plan in plans for item in plan.items]
     metadata.storage_data = dict(zip(indices, storage_data, strict=True))
     metadata.planner_data = {name: _path(name) for name in metadata.state_dict_metadata}
     metadata.version = CURRENT_DCP_VERSION
     metadata.storage_meta = StorageMeta()
     return pickle.dumps(metadata)
+
+
+def _check(plans: list[SavePlan], metadata: Metadata, layouts: Mapping[int, Layout]) -> None:
+    written = {(item.index.fqn, item.index.offset) for plan in plans for item in plan.items}
+    left_out = {key for layout in layouts.values() for key in layout.left_out}
+    problems = [f"{name} from {tuple(at)} on is missing" for name, at in left_out - written]
+    problems += _validate_global_plan(plans, metadata)
+    if problems:
+        raise _DoesNotFit(
+            f"the ranks' parts do not make up the tensors: {'; '.join(problems[:3])}. "
+            "Every rank has to track the same objects"
+        )
 
 
 def _path(name: str) -> tuple[str, ...]:

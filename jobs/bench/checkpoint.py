@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -103,7 +103,7 @@ def _ranks(module: str, plan: Plan, num_ranks: int, what: str) -> None:
             process.join()
 
 
-def _await(ranks: list[BaseProcess], what: str) -> None:
+def _await(ranks: Sequence[BaseProcess], what: str) -> None:
     until_s = time.monotonic() + DEADLINE_S
     for rank, process in enumerate(ranks):
         process.join(max(0.0, until_s - time.monotonic()))
@@ -181,19 +181,22 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _table(size: dict[str, Any]) -> str:
+    about = f"{size['bytes_per_rank'] / 1e6:.0f} MB a rank, steps of {_ms(size['step_s'])} ms"
     lines = [
-        f"{size['bytes_per_rank'] / 1e6:.0f} MB a rank, steps of {size['step_s'] * 1e3:.0f} ms; "
-        f"medians in ms",
+        f"{about}; medians in ms, of {len(size['memcpy_raw_s'])} saves each",
         f"{'':24}{'blocking':>10}{'added':>10}{'middle half':>16}{'added cpu':>11}",
-        f"{MEMCPY:24}{size['memcpy_s'] * 1e3:10.0f}",
+        f"{MEMCPY:24}{_ms(size['memcpy_s']):>10}",
     ]
     for way, row in size["save"].items():
-        low, _, high = quantiles(row["added_s"], n=4)
-        lines.append(
-            f"{way:24}{median(row['blocking_s']) * 1e3:10.0f}{median(row['added_s']) * 1e3:10.0f}"
-            f"{f'{low * 1e3:.0f} to {high * 1e3:.0f}':>16}{median(size['cpu_added_s'][way]) * 1e3:10.0f}"
-        )
+        low, added_s, high = quantiles(row["added_s"], n=4)
+        blocking, cpu = (_ms(median(v)) for v in (row["blocking_s"], size["cpu_added_s"][way]))
+        between = f"{_ms(low)} to {_ms(high)}"
+        lines.append(f"{way:24}{blocking:>10}{_ms(added_s):>10}{between:>16}{cpu:>11}")
     for name, taken_s in size["load_s"].items():
-        lines.append(f"load {name:19}{median(taken_s) * 1e3:10.0f}")
+        lines.append(f"load {name:19}{_ms(median(taken_s)):>10}")
     told = ", ".join(f"{name} {value:.2f}" for name, value in size["ratios"].items())
     return "\n".join([*lines, f"ratios: {told}"])
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f}"

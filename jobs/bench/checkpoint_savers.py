@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from elastic.policy.retention import Retention
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
+from elastic.training.book import Launcher
 from elastic.training.checkpoint import AsyncSaver
 from elastic.training.coordinator import CommitResult, Orders, Shard
 from elastic.training.membership import Membership, TrainingConfig
@@ -30,7 +31,6 @@ from elastic.training.reporter import Reporter
 from elastic.training.saves import Saves
 from elastic.training.standalone import StoreCoordinator
 from elastic.training.state import TrackedState
-from elastic.training.book import Launcher
 from jobs.bench import checkpoint
 
 __all__ = ["Saver", "savers"]

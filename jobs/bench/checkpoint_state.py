@@ -63,7 +63,7 @@ def _store(port_file: Path, rank: int) -> dist.TCPStore:
 
 
 class Job:
-    """Model and optimizer with so many bytes of state in all, and steps of about so many seconds."""
+    """Model and optimizer with so many bytes of state in all, and short steps of training."""
 
     def __init__(self, groups: Groups, state_bytes: int) -> None:
         self._control = groups.control

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import mmap
 import os
 import pickle
 import uuid
@@ -13,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from elastic.storage import local_store
+from elastic.storage import direct_file, local_store
 from elastic.storage.filesystem import Entry, Filesystem
 
 STRANGE_NAMES = ["a space", "[a]", "%20", "#1", "ü-猫", "a?b", "*", "~", "$HOME", "{b,c}", "a:b@c"]
@@ -263,3 +264,30 @@ def test_trouble_is_not_absence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for look in (objects.size, objects.exists, objects.list):
         with pytest.raises(PermissionError):
             look("a")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_large_pieces_go_past_the_cache_and_the_rest_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    """Whatever a medium, a size or a place in memory allows, the bytes are the same."""
+    monkeypatch.setattr(direct_file, "_LEAST_BYTES", 8192)
+    modes: list[bool] = []
+
+    def set_direct(self: direct_file.DirectFile, is_direct: bool) -> None:
+        modes.append(is_direct)
+        if refuses and is_direct:
+            raise OSError(errno.EINVAL, "not here")
+        real(self, is_direct)
+
+    real = direct_file.DirectFile._set_direct
+    monkeypatch.setattr(direct_file.DirectFile, "_set_direct", set_direct)
+    memory = mmap.mmap(-1, 40_000)
+    memory[:] = bytes(range(250)) * 160
+    view = memoryview(memory)
+    fs = Filesystem.at(str(tmp_path))
+    with fs.open_output("file") as file:
+        for piece in (view[:16384], view[16384:24576], view[24576:], view[1:9000], view[:16384]):
+            file.write(piece)
+    assert modes.count(True) == (1 if refuses else 3)
+    assert fs.read_bytes("file") == bytes(view) + bytes(view[1:9000]) + bytes(view[:16384])
