@@ -69,7 +69,13 @@ class IllegalEvent(AssertionError):
 
 
 # Errors of ours that say the run's input does not fit: trying again gives the same answer.
-FINAL_ERRORS = ("StateMismatch", "NoSoundCheckpoint", "InvalidInput", "SnapshotsDoNotFit")
+FINAL_ERRORS = (
+    "StateMismatch",
+    "NoSoundCheckpoint",
+    "InvalidInput",
+    "SnapshotsDoNotFit",
+    "HostMemoryShort",
+)
 
 _MOST_DOUBLINGS = 10
 _BACKING_OFF = "backing off for"

@@ -120,7 +120,7 @@ class Run:
             StateMismatch: the checkpoint does not fit these objects; names the parameter.
             ValueError: a model is sharded over other dimensions than those of `data_mesh`.
             NoSoundCheckpoint: there are checkpoints, and the bytes of every one are bad.
-            SnapshotsDoNotFit: the nodes' memory does not suffice for the snapshots asked for.
+            SnapshotsDoNotFit, HostMemoryShort: a node has too little memory for snapshots, for saves.
         """
         if self._state is not None:
             raise RuntimeError(
@@ -137,7 +137,7 @@ class Run:
         self._rng = lambda: rng.derive(self.seed, 0, self.data_rank)
         built_s = time.monotonic()
         self._reporter.phase = "load"
-        source = self._restore(self._state)
+        source = self._restore(self._saves.prepared(self._state))
         self._loaded_s = time.monotonic()
         self._rng()
         self._reporter.step = self.step

@@ -24,6 +24,7 @@ from elastic.storage.manifest import FileDigest
 from elastic.training import rng
 from elastic.training.checkpoint import AsyncSaver, SaveHandle, describe
 from elastic.training.coordinator import CommitResult, Coordinator, Reform, SaveFailed, Shard
+from elastic.training.host_memory import available_bytes, check_host_memory, staging_bytes
 from elastic.training.local_files import warn_of_space
 from elastic.training.membership import Membership, TrainingConfig
 from elastic.training.process_group import Groups
@@ -80,6 +81,24 @@ class Saves:
         self.last_s = self._begun_s = time.monotonic()
         self._late_step = -1
         self.committed_step = -1
+
+    def prepared(self, state: TrackedState) -> TrackedState:
+        """The same state, now that the memory is there, or in the making, that it is saved from.
+
+        Every rank calls it.
+
+        Raises:
+            HostMemoryShort: a node has too little.
+        """
+        needed_bytes = staging_bytes(
+            state.capture().tensors, state.optimizers, self._member.world_rank
+        )
+        missing_bytes = max(0, needed_bytes - self._saver.held_bytes)
+        check_host_memory(
+            missing_bytes, self._member.node_rank, self._groups.control, available_bytes()
+        )
+        self._saver.reserve(needed_bytes)
+        return state
 
     def is_due(self, step: int) -> bool:
         """Whether the interval asks for a save after `step`. Rank 0's answer counts.

@@ -98,6 +98,16 @@ class AsyncSaver:
         self._verdicts = Verdicts(process_group)
 
     @property
+    def held_bytes(self) -> int:
+        """Host memory that is kept for copies."""
+        return self._stager.held_bytes
+
+    def reserve(self, size_bytes: int) -> None:
+        """Has at least so much, made beside the caller; not while a save is in flight."""
+        assert not self.in_flight
+        self._stager.reserve(size_bytes)
+
+    @property
     def in_flight(self) -> bool:
         """Whether a save is being written, and another may not begin yet."""
         return self._future is not None and not self._future.done()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic.storage.manifest import TensorInfo
 from elastic.training import rng
+from elastic.training.host_memory import growth_bytes
 from elastic.training.layout import Named
 from elastic.training.module_part import ModulePart, named_parameters, reshard, unwrap
 from elastic.training.optimizer_part import OptimizerPart
@@ -56,7 +57,9 @@ class TrackedState:
         self._loose = {
             name: value for name, value in objects.items() if isinstance(value, torch.Tensor)
         }
-        self._optimizers = [v for v in objects.values() if isinstance(v, torch.optim.Optimizer)]
+        self.optimizers = [
+            value for value in objects.values() if isinstance(value, torch.optim.Optimizer)
+        ]
         rng.follow({n: v for n, v in objects.items() if isinstance(v, rng.Generator)})
         reshard(self._modules.values())
         # A scheduler has one value for each group of its optimizer, in a list.
@@ -87,11 +90,8 @@ class TrackedState:
         return [*buffers, *self._loose.values()]
 
     def expected_growth_bytes(self) -> int:
-        """What optimizers that have made no step yet will add on this rank, as Adam would."""
-        unused = [one for one in self._optimizers if not one.state]
-        parameters = [p for one in unused for group in one.param_groups for p in group["params"]]
-        local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-        return 2 * sum(parameter.nbytes for parameter in local)
+        """What optimizers that have made no step yet will add on this rank."""
+        return growth_bytes(self.optimizers)[0]
 
     @torch.no_grad()
     def restore(
