@@ -18,7 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from elastic.training.share import share_of
 
-__all__ = ["HostMemoryShort", "available_bytes", "check_host_memory", "growth_bytes", "staging_bytes"]
+__all__ = [
+    "HostMemoryShort",
+    "available_bytes",
+    "check_host_memory",
+    "growth_bytes",
+    "staging_bytes",
+]
 
 # What torch.save puts around a tensor.
 _AROUND_BYTES = 2048

@@ -23,6 +23,10 @@ __all__ = ["OptimizerPart"]
 # How an update is computed, not what it computes: the live optimizer was built for its device.
 _SWITCHES = {"foreach", "fused", "capturable", "differentiable", "param_names"}
 
+SET_BY_OTHERS = ("param_groups.", "shared.", "own.")
+"""How the names begin of what more than the optimizer's step may change: a tensor for the learning
+rate is set by a scheduler."""
+
 Parameters = Callable[[], Sequence[Named]]
 
 

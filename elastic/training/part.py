@@ -34,6 +34,8 @@ class Captured:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
+    stepped: set[str] = field(default_factory=set)
+    """Names of the tensors that only a step of a tracked optimizer changes."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Raises `ValueError` when two tensors would have one name in the checkpoint."""

@@ -120,7 +120,7 @@ class Run:
             StateMismatch: the checkpoint does not fit these objects; names the parameter.
             ValueError: a model is sharded over other dimensions than those of `data_mesh`.
             NoSoundCheckpoint: there are checkpoints, and the bytes of every one are bad.
-            SnapshotsDoNotFit, HostMemoryShort: a node has too little memory for snapshots, for saves.
+            SnapshotsDoNotFit, HostMemoryShort: a node has too little memory for snapshots or saves.
         """
         if self._state is not None:
             raise RuntimeError(

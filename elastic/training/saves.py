@@ -89,6 +89,7 @@ class Saves:
 
         Raises:
             HostMemoryShort: a node has too little.
+            FusedIntoBackward: on a GPU, an optimizer that steps during the backward pass.
         """
         needed_bytes = staging_bytes(
             state.capture().tensors, state.optimizers, self._member.world_rank
@@ -98,6 +99,7 @@ class Saves:
             missing_bytes, self._member.node_rank, self._groups.control, available_bytes()
         )
         self._saver.reserve(needed_bytes)
+        self._saver.follow(state.optimizers)
         return state
 
     def is_due(self, step: int) -> bool:
@@ -241,6 +243,7 @@ class Saves:
                 TENSOR: self._groups.shape[TENSOR],
             },
             rank=member.world_rank,
+            late=captured.stepped,
         )
         stall_s = time.monotonic() - begun_s
         self._reporter.moves(handle.staged_bytes)

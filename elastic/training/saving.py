@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -107,6 +107,10 @@ class AsyncSaver:
         assert not self.in_flight
         self._stager.reserve(size_bytes)
 
+    def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Their next steps wait for the copies of a save. Raises `FusedIntoBackward`."""
+        self._stager.follow(optimizers)
+
     @property
     def in_flight(self) -> bool:
         """Whether a save is being written, and another may not begin yet."""
@@ -121,17 +125,19 @@ class AsyncSaver:
         plain: Mapping[str, Any],
         rank_plain: Mapping[str, Any],
         rank: int,
+        late: Collection[str] = (),
     ) -> SaveHandle:
         """Begins to write to the directory `path`; every rank of the group calls it.
 
         Returns when all is copied: what is passed may change from then on. `plain` is the same on
         every rank and kept once, under `tracked` that of `TrackedState.capture`; `rank_plain` is
-        kept for each rank. Does not raise for a problem of this rank: the handle does, on every
-        rank.
+        kept for each rank. `late` names tensors that nothing but a step of the optimizers given to
+        `follow` changes: on a CUDA device their copies are awaited there. Does not raise for a
+        problem of this rank: the handle does, on every rank.
         """
         assert not self.in_flight, "the save before is still being written: wait, or skip this one"
         begun_s = time.monotonic()
-        staged = self._stager.stage(tensors, rank, self._verdicts.spares)
+        staged = self._stager.stage(tensors, rank, self._verdicts.spares, late)
         problem, files = staged.problem, dict[str, bytes]()
         try:
             files[rank_file(rank)] = jsonable.dumps(dict(rank_plain), "rank_plain").encode()
@@ -160,6 +166,7 @@ class _Write:
         problem = self._problem
         if not problem:
             try:
+                self._staged.wait()
                 self._writer.write(self._staged.image)
             except Exception as error:  # noqa: BLE001 - the other ranks hear of it
                 problem = f"{type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ and process groups. Must not import ray.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from elastic.training.host_block import make_host_block
 from elastic.training.shard_image import Place, image_bytes, lay_out, places_for
 from elastic.training.share import Key, Piece, share_of
+from elastic.training.side_copy import Pair, SideCopy
 
 __all__ = ["HostStager", "Layout", "Staged"]
 
@@ -50,6 +51,8 @@ class Staged:
     layout: Layout
     image: memoryview
     problem: str = ""
+    wait: Callable[[], None] = lambda: None
+    """Returns when the copies are complete, which is later only for those off a CUDA device."""
 
 
 class HostStager:
@@ -65,6 +68,7 @@ class HostStager:
         self._making: threading.Thread | None = None
         self._layout = _NOTHING
         self._views: list[torch.Tensor] = []
+        self._side = SideCopy()
 
     def reserve(self, size_bytes: int) -> None:
         """Makes the memory beside the caller, for saves to come. The caller goes on at once."""
@@ -81,19 +85,37 @@ class HostStager:
         self._wait()
         return self._block.nbytes
 
+    def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """These are the ones that change what may be copied late. Raises `FusedIntoBackward`."""
+        self._side.follow(optimizers)
+
     def stage(
-        self, tensors: Mapping[str, torch.Tensor], rank: int, spares: Collection[Key] = ()
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        rank: int,
+        spares: Collection[Key] = (),
+        late: Collection[str] = (),
     ) -> Staged:
-        """Copies of what this rank writes of them, without the spares; complete when it returns."""
+        """Copies of what this rank writes of them, without the spares.
+
+        Complete when it returns; of the tensors named in `late`, which change in a followed
+        optimizer's step alone, those on a CUDA device are complete before the next such step.
+        """
         try:
             pieces, sources, left_out = share_of(tensors, rank, spares)
             self._wait()
             if (pieces, left_out) != (self._layout.pieces, self._layout.left_out):
                 self._arrange(sources, Layout(pieces, places_for(sources), left_out))
-            _copy_to_host(self._views, sources)
+            names = [piece.name for piece in pieces]
+            is_late = [
+                source.is_cuda and name in late for name, source in zip(names, sources, strict=True)
+            ]
+            pairs = list(zip(self._views, sources, is_late, strict=True))
+            _copy_to_host([pair[:2] for pair in pairs if not pair[2]])
+            wait = self._side.begin([pair[:2] for pair in pairs if pair[2]])
         except Exception as error:  # noqa: BLE001 - every rank is to hear of it, see above
             return Staged(_NOTHING, memoryview(b""), f"{type(error).__name__}: {error}")
-        return Staged(self._layout, self._block.data[: self._layout.bytes])
+        return Staged(self._layout, self._block.data[: self._layout.bytes], wait=wait)
 
     def _arrange(self, sources: Sequence[torch.Tensor], layout: Layout) -> None:
         self._layout, self._views = _NOTHING, []
@@ -114,9 +136,10 @@ class HostStager:
 
 
 @torch.no_grad()
-def _copy_to_host(copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def _copy_to_host(pairs: Sequence[Pair]) -> None:
     """Complete when it returns, also for sources on a CUDA device."""
-    if sources:
+    if pairs:
+        copies, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(list(copies), list(sources), non_blocking=True)
-    for device in {source.device for source in sources if source.is_cuda}:
+    for device in {source.device for _, source in pairs if source.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from elastic.storage.manifest import TensorInfo
 from elastic.training import rng
 from elastic.training.host_memory import growth_bytes
 from elastic.training.layout import Named
 from elastic.training.module_part import ModulePart, named_parameters, reshard, unwrap
-from elastic.training.optimizer_part import OptimizerPart
+from elastic.training.optimizer_part import SET_BY_OTHERS, OptimizerPart
 from elastic.training.part import (
     NOTHING,
     Captured,
@@ -77,11 +76,16 @@ class TrackedState:
         """
         reshard(self._modules.values())
         captured = Captured()
+        stepped = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
         for name, part in self._parts.items():
             share = part.capture()
             captured.plain[name] = share.plain
+            is_optimizer = isinstance(part, OptimizerPart)
             for rest, tensor in share.tensors.items():
-                captured.add(_whole(name, rest), tensor)
+                whole = _whole(name, rest)
+                captured.add(whole, tensor)
+                if id(tensor) in stepped or (is_optimizer and not rest.startswith(SET_BY_OTHERS)):
+                    captured.stepped.add(whole)
         return captured
 
     def changeable(self) -> list[torch.Tensor]:

@@ -372,3 +372,20 @@ def sixty_saves(rank: int, world_size: int, folder: Path) -> None:
 
 def test_memory_stays_flat_over_sixty_saves(tmp_path: Path) -> None:  # B09
     run_ranks(sixty_saves, 1, tmp_path)
+
+
+def test_only_what_the_optimizers_step_changes_may_be_copied_late() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[0].bias.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=torch.tensor(0.1), foreach=False)
+    ema = {"0.weight": model[0].weight.detach().clone()}
+    tracked = TrackedState(model=model, optimizer=optimizer, ema=ema)
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    stepped = tracked.capture().stepped
+    params = {"model.0.weight", "model.1.weight", "model.1.bias"}
+    assert {name for name in stepped if name.startswith("model")} == params
+    moments = {name for name in stepped if not name.startswith("model")}
+    assert "optimizer.param_groups.0.lr" in tracked.capture().tensors
+    assert len(moments) == 9 and all(name.startswith("optimizer.") for name in moments)
