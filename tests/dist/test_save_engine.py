@@ -33,6 +33,7 @@ from elastic.training.reporter import Reporter
 from elastic.training.saves import Saves
 from elastic.training.shard_image import image_bytes, lay_out, places_for
 from elastic.training.state import TrackedState
+from jobs.bench.checkpoint import QUICK_BYTES, Bench
 from tests.dist.processes import run_ranks
 from tests.dist.small_run import content, restore, save, save_group
 from tests.dist.storage_faults import faulty
@@ -389,3 +390,12 @@ def test_only_what_the_optimizers_step_changes_may_be_copied_late() -> None:
     moments = {name for name in stepped if not name.startswith("model")}
     assert "optimizer.param_groups.0.lr" in tracked.capture().tensors
     assert len(moments) == 9 and all(name.startswith("optimizer.") for name in moments)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_the_benchmark_runs() -> None:
+    bench = Bench(sizes=QUICK_BYTES[:1], num_saves=2, num_loads=1, step_s=0.01)
+    (size,) = bench.run(lambda line: None)["sizes"]
+    assert all(len(row["added_s"]) == 2 for row in size["save"].values())
+    assert set(size["load_s"]) == {"dcp.load", "dcp.load.cold", "elastic", "elastic.cold"}

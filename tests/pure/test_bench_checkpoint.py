@@ -1,0 +1,69 @@
+"""`bench checkpoint`: its JSON and its table, from what the ranks have noted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from jobs.bench.checkpoint import WAYS, report, table
+
+ADDED_S = {
+    "none": 0.0,
+    "memcpy": 0.1,
+    "dcp.save": 2.0,
+    "dcp.async_save": 1.0,
+    "dcp.async_save.reused": 0.5,
+    "dcp.async_save.process": 3.0,
+    "elastic": 0.25,
+}
+
+
+def events() -> list[dict[str, Any]]:
+    saves = [
+        {
+            "event": "save",
+            "way": way,
+            "blocking_s": 0.11 if way == "elastic" else 0.1,
+            "added_s": ADDED_S[way] + turn * 0.01,
+            "cpu_added_s": 0.05,
+            "step_s": 0.1,
+        }
+        for turn in (0, 2, 1)
+        for way in WAYS
+    ]
+    loads = [
+        {"event": "load", "way": way, "load_s": took_s}
+        for way, took_s in (("dcp.load", 1.0), ("elastic", 0.5), ("dcp.load.cold", 4.0))
+        for _ in range(2)
+    ]
+    return [*saves, *loads, {"event": "load", "way": "elastic.cold", "load_s": 3.0}]
+
+
+def test_the_report_has_every_way_and_the_ratios_that_are_asked_for() -> None:
+    result = json.loads(json.dumps(report(400, events())))
+    assert result["bytes_per_rank"] == 400
+    assert result["memcpy_s"] == 0.1
+    assert set(result["save"]) == set(WAYS) - {"memcpy"}
+    assert result["save"]["elastic"] == {
+        "blocking_s": [0.11] * 3,
+        "added_s": pytest.approx([0.25, 0.27, 0.26]),
+    }
+    assert result["load_s"]["elastic"] == [0.5, 0.5]
+    assert result["ratios"] == pytest.approx(
+        {
+            "blocking_over_memcpy": 1.1,
+            "added_over_async_save": 0.26 / 1.01,
+            "added_over_reused": 0.26 / 0.51,
+            "none_spread": 0.02 / 0.75,
+            "load_over_dcp": 0.5,
+            "load_over_dcp.cold": 0.75,
+        }
+    )
+
+
+def test_the_table_names_every_way() -> None:
+    told = table({"sizes": [report(400_000_000, events())]})
+    assert all(f"\n{way} " in told for way in WAYS)
+    assert "400 MB a rank" in told and "added_over_reused 0.51" in told
