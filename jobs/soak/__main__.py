@@ -47,6 +47,12 @@ def _drains(arguments: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _storage(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jobs.soak import storage
+
+    return storage.soak(arguments.saves, arguments.seed, _say)
+
+
 def _alarms(arguments: argparse.Namespace) -> dict[str, Any]:
     from jobs.soak import alarms
 
@@ -83,6 +89,12 @@ def _parser() -> argparse.ArgumentParser:
         one.set_defaults(soak=soak)
         if name == "drains":
             _add_times(one)
+    what = "saves on storage that fails at random: what is called complete, and what is lost"
+    storage = soaks.add_parser("storage", help=what, description=what)
+    storage.add_argument("--saves", type=_count, default=1000, help="how many")
+    storage.add_argument("--seed", type=int, default=random.randrange(2**32))
+    json_flag.add_to(storage)
+    storage.set_defaults(soak=_storage)
     what = "a run that nothing happens to, on a busy machine: what is taken for a failure"
     alarms = soaks.add_parser("alarms", help=what, description=what)
     alarms.add_argument("--minutes", type=float, default=10.0)

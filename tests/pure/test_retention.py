@@ -13,7 +13,8 @@ from elastic.policy.retention import Retention
 from elastic.storage.checkpoints import Catalog, FileDigest, Manifest
 from elastic.storage.completeness import sha256
 from elastic.storage.filesystem import Filesystem
-from elastic.storage.retention import apply
+from elastic.storage.pins import pin, unpin
+from elastic.storage.retention import apply, make_room
 
 STEPS = st.lists(st.integers(0, 10_000), max_size=20)
 
@@ -121,3 +122,17 @@ def test_order_is_that_of_numbers(catalog: Catalog) -> None:  # B16
     save(catalog, 9000, 10_000, 11_000)
     assert apply(catalog, Retention(keep=2), set()) == [9000]
     assert catalog.complete_steps() == [10_000, 11_000]
+
+
+def test_room_is_made_of_what_would_go_and_never_of_the_newest(catalog: Catalog) -> None:  # B59
+    for step in (10, 20, 30):
+        save(catalog, step)
+    assert make_room(catalog, Retention(keep=-1), 40, ()) == []
+    assert make_room(catalog, Retention(keep=4), 40, ()) == []
+    assert make_room(catalog, Retention(keep=3), 40, {10}) == []
+    assert make_room(catalog, Retention(keep=3), 40, ()) == [10]
+    pin(catalog, 20, time_s=0.0)
+    assert make_room(catalog, Retention(keep=1), 40, ()) == []
+    unpin(catalog.fs, 20)
+    assert make_room(catalog, Retention(keep=1), 40, ()) == [20]
+    assert catalog.complete_steps() == [30]
