@@ -139,7 +139,7 @@ def _is_safe(done: list[Call], at: int) -> bool:
 
 def _state(before: Tree, done: list[Call], names: list[Call], content: Any) -> Tree:
     """`names` are those calls whose names have survived."""
-    tree: dict[str, bytes | None | int] = dict(before)
+    tree: dict[str, bytes | int | None] = dict(before)
     for call in names:
         _apply(tree, call)
     return {
@@ -157,9 +157,7 @@ def _apply(tree: dict[str, Any], call: Call) -> None:
         tree[call.path] = call.file
     elif call.name == "link" and call.path in tree:
         tree.setdefault(call.target, tree[call.path])
-    elif call.name == "unlink":
-        tree.pop(call.path, None)
-    elif call.name == "rmdir" and not _below(tree, call.path):
+    elif call.name == "unlink" or (call.name == "rmdir" and not _below(tree, call.path)):
         tree.pop(call.path, None)
     elif call.name == "rename" and call.path in tree:
         _move(tree, call.path, call.target)

@@ -114,7 +114,7 @@ class Catalog:
         return self._look(step).checkpoint()
 
     def knows(self, step: int) -> bool:
-        """Whether there is a marker of the step, whatever became of its files, or it is set aside."""
+        """Whether it was published: its marker is there, sound files or not, or it is set aside."""
         aside = map(_quarantined_step, self._quarantine_paths())
         return self._look(step).has_marker or step in aside
 
@@ -354,7 +354,10 @@ class Catalog:
             self.fs.remove_tree(home(old.step))
 
     def _set_aside(self, step: int, reason: str, path: str = "") -> str:
-        """Quarantines what is at the step, or at `path`; on an object store the marker in place remains for the caller to change."""
+        """Quarantines what is at the step, or at `path`.
+
+        On an object store the marker in place remains for the caller to change.
+        """
         taken = set(self._quarantine_paths())
         count = 0
         while (target := f"{_QUARANTINE}/step-{step}-{count}") in taken:
