@@ -12,10 +12,10 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from elastic.storage import quarantine
 from elastic.storage.completeness import (
     ATTEMPT_NAME,
     DIR,
-    QUARANTINED_NAME,
     STEP_NAME,
     Checkpoint,
     Look,
@@ -24,13 +24,12 @@ from elastic.storage.completeness import (
     file_sizes,
     home,
     look_at,
-    read_if_there,
     sha256,
     size_problems,
 )
 from elastic.storage.fence import StaleGeneration, check_fence, raise_fence
 from elastic.storage.filesystem import Filesystem
-from elastic.storage.manifest import MANIFEST, MARKER, REASON, FileDigest, Manifest, TensorInfo
+from elastic.storage.manifest import MANIFEST, MARKER, FileDigest, Manifest, TensorInfo
 
 __all__ = [
     "AlreadyComplete",
@@ -44,8 +43,6 @@ __all__ = [
     "TensorInfo",
     "digest_problem",
 ]
-
-_QUARANTINE = f"{DIR}/quarantine"
 
 
 class NotComplete(Exception):
@@ -103,8 +100,8 @@ class Catalog:
     def list(self) -> list[Checkpoint]:
         """All there is, by step: complete ones, incomplete ones, attempts and quarantined ones."""
         looks = [self._look(step) for step in self._steps()]
-        quarantined = [self._quarantined(path) for path in self._quarantine_paths()]
-        claimed = {look.path for look in looks} | self._quarantined_data()
+        quarantined = quarantine.checkpoints(self.fs)
+        claimed = {look.path for look in looks} | quarantine.kept_data(self.fs)
         attempts = [self._attempt(path) for path in self._attempts() if path not in claimed]
         found = [look.checkpoint() for look in looks] + attempts + quarantined
         return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path))
@@ -115,8 +112,7 @@ class Catalog:
 
     def knows(self, step: int) -> bool:
         """Whether it was published: its marker is there, sound files or not, or it is set aside."""
-        aside = map(_quarantined_step, self._quarantine_paths())
-        return self._look(step).has_marker or step in aside
+        return self._look(step).has_marker or step in quarantine.steps(self.fs)
 
     def complete_steps(self) -> builtins.list[int]:
         """Steps of the complete checkpoints, ascending. Raises as `highest` does."""
@@ -237,7 +233,7 @@ class Catalog:
         """
         if not self.fs.exists(home(step)):
             raise FileNotFoundError(f"no {home(step)} in {self.fs.url} to quarantine")
-        target = self._set_aside(step, reason)
+        target = quarantine.set_aside(self.fs, step, reason)
         if not self.fs.is_local:
             self.fs.remove_tree(f"{home(step)}/{MARKER}")
         return target
@@ -246,7 +242,7 @@ class Catalog:
         """Deletes a checkpoint, its marker first; nothing happens when it is missing."""
         path = self._look(step).path
         self.fs.remove_tree(f"{home(step)}/{MARKER}")
-        if path != home(step) and path not in self._quarantined_data():
+        if path != home(step) and path not in quarantine.kept_data(self.fs):
             self.fs.remove_tree(path)
         self.fs.remove_tree(home(step))
 
@@ -262,7 +258,7 @@ class Catalog:
             if look.too_new:
                 # Which attempt holds its files is not known, and that one must not be swept.
                 raise look.too_new
-        kept = {look.path for look in looks} | self._quarantined_data()
+        kept = {look.path for look in looks} | quarantine.kept_data(self.fs)
         unkept = [path for path in self._attempts() if path not in kept]
         stale = [path for path in unkept if _attempt_numbers(path)[1] < generation]
         for path in stale:
@@ -294,9 +290,6 @@ class Catalog:
     def _attempts(self) -> Sequence[str]:
         return [f"{DIR}/{name}" for name in self._names(DIR, ATTEMPT_NAME)]
 
-    def _quarantine_paths(self) -> Sequence[str]:
-        return [f"{_QUARANTINE}/{name}" for name in self._names(_QUARANTINE, QUARANTINED_NAME)]
-
     def _names(self, path: str, pattern: re.Pattern[str]) -> Iterator[str]:
         for entry in self.fs.list(path):
             if entry.is_dir and pattern.fullmatch(entry.name):
@@ -314,31 +307,6 @@ class Catalog:
             reason=f"attempt {attempt} of generation {generation}, in progress or abandoned",
         )
 
-    def _quarantined(self, path: str) -> Checkpoint:
-        reason = read_if_there(self.fs, f"{path}/{REASON}") or b"no reason recorded"
-        elsewhere = self._pointed_to(path)
-        places = [path] if elsewhere is None else [path, elsewhere]
-        return Checkpoint(
-            step=_quarantined_step(path),
-            complete=False,
-            bytes=sum(sum(file_sizes(self.fs, place).values()) for place in places),
-            world_size=None,
-            generation=None,
-            path=path,
-            reason=f"quarantined: {reason.decode(errors='replace').strip()}",
-        )
-
-    def _quarantined_data(self) -> set[str]:
-        """Attempt directories whose bytes a quarantined marker keeps."""
-        found = map(self._pointed_to, self._quarantine_paths())
-        return {path for path in found if path is not None}
-
-    def _pointed_to(self, quarantine_path: str) -> str | None:
-        step = _quarantined_step(quarantine_path)
-        marker = read_if_there(self.fs, f"{quarantine_path}/{MARKER}")
-        pointer = Pointer.from_json(marker, step) if marker is not None else None
-        return pointer.path if pointer and pointer.path != home(step) else None
-
     def _check_ours(self, manifest: Manifest, attempt_path: str) -> None:
         if manifest.run_id != self.run_id:
             raise ValueError(f"a manifest of run {manifest.run_id!r}, expected {self.run_id!r}")
@@ -349,31 +317,9 @@ class Catalog:
     def _make_way(self, old: Look, reason: str) -> None:
         if old.has_marker:
             # It was published once, by us or by another run: such bytes are never deleted here.
-            self._set_aside(old.step, old.flaw or reason)
+            quarantine.set_aside(self.fs, old.step, old.flaw or reason)
         elif self.fs.is_local:
             self.fs.remove_tree(home(old.step))
-
-    def _set_aside(self, step: int, reason: str, path: str = "") -> str:
-        """Quarantines what is at the step, or at `path`.
-
-        On an object store the marker in place remains for the caller to change.
-        """
-        taken = set(self._quarantine_paths())
-        count = 0
-        while (target := f"{_QUARANTINE}/step-{step}-{count}") in taken:
-            count += 1
-        text = (reason + "\n").encode("utf-8", "backslashreplace")
-        if self.fs.is_local:
-            self.fs.rename(path or home(step), target)
-            # A full disk must not keep a bad checkpoint in its place; the ledger has the reason.
-            with contextlib.suppress(OSError):
-                self.fs.write_bytes(f"{target}/{REASON}", text)
-            return target
-        marker = read_if_there(self.fs, f"{home(step)}/{MARKER}")
-        if marker is not None:
-            self.fs.write_bytes(f"{target}/{MARKER}", marker)
-        self.fs.write_bytes(f"{target}/{REASON}", text)
-        return target
 
     def _exchange(self, step: int, attempt_path: str, manifest_text: bytes, why: str) -> bool:
         """Whether the attempt now is the step, and the complete one that was there is set aside."""
@@ -386,7 +332,7 @@ class Catalog:
             return False
         # The save is published: that the old one lies where it was would be no reason to fail it.
         with contextlib.suppress(OSError):
-            self._set_aside(step, why, attempt_path)
+            quarantine.set_aside(self.fs, step, why, attempt_path)
         return True
 
     def _publish(self, step: int, attempt_path: str, manifest_text: bytes) -> None:
@@ -402,7 +348,3 @@ def _attempt_numbers(path: str) -> tuple[int, int, int]:
     if matched is None:
         raise ValueError(f"{path!r} is no attempt's path: expected what attempt_path returns")
     return int(matched[1]), int(matched[2]), int(matched[3])
-
-
-def _quarantined_step(path: str) -> int:
-    return int(path.rsplit("-", 2)[1])

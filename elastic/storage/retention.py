@@ -5,11 +5,14 @@ The rule is `elastic.policy.retention`. Must not import ray or torch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 
 from elastic.policy.retention import Retention
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.pins import pinned_steps
+
+logger = logging.getLogger("elastic")
 
 
 def apply(
@@ -22,15 +25,19 @@ def apply(
 
     Only complete checkpoints are counted and removed. `protected` steps stay: those a reader holds,
     and the last one that was verified. So do pinned ones, for ever. `archived` tells which of some
-    steps an archive holds.
+    steps an archive holds. Storage that fails leaves the rest to the next commit: it is no reason
+    to take this one for failed.
     """
     removed = []
-    complete = catalog.complete_steps()
-    for step in policy.to_remove(complete, protected, archived(complete)):
-        # Asked anew each time: a pin may be set while the others are being removed.
-        if step not in pinned_steps(catalog.fs):
-            catalog.remove(step)
-            removed.append(step)
+    try:
+        complete = catalog.complete_steps()
+        for step in policy.to_remove(complete, protected, archived(complete)):
+            # Asked anew each time: a pin may be set while the others are being removed.
+            if step not in pinned_steps(catalog.fs):
+                catalog.remove(step)
+                removed.append(step)
+    except OSError as error:
+        logger.warning("retention left off at %s: %s", removed, error)
     return removed
 
 

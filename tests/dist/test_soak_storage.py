@@ -1,4 +1,4 @@
-"""The soak of storage finds nothing wrong with the commit, and finds what is wrong with a broken one."""
+"""The soak of storage: nothing wrong with the commit, and what is wrong with a broken one."""
 
 from __future__ import annotations
 

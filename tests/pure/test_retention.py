@@ -136,3 +136,20 @@ def test_room_is_made_of_what_would_go_and_never_of_the_newest(catalog: Catalog)
     unpin(catalog.fs, 20)
     assert make_room(catalog, Retention(keep=1), 40, ()) == [20]
     assert catalog.complete_steps() == [30]
+
+
+def test_a_removal_that_fails_is_left_to_the_next_commit(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(catalog, 10, 20, 30)
+    remove = Catalog.remove
+
+    def refuse(self: Catalog, step: int) -> None:
+        if step == 20:
+            raise PermissionError("no")
+        remove(self, step)
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Catalog, "remove", refuse)
+        assert apply(catalog, Retention(keep=1), set()) == [10]
+    assert apply(catalog, Retention(keep=1), set()) == [20]
