@@ -20,6 +20,7 @@ from elastic.storage.archiver import ARCHIVED_S, Archiver
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.late_visibility import wait_until_visible
 from elastic.storage.ledger import LedgerEvent
+from elastic.storage.room import RoomWatch
 from elastic.training.coordinator import CommitResult, Shard
 from elastic.training.failed_saves import FULL, clean_up
 from elastic.training.publishing import Published, publish
@@ -40,8 +41,9 @@ class NothingToResume(RuntimeError):
 class Commits:
     """The saves of the current generation. Use from the event loop only.
 
-    `tell(kind, fields)` is called for every save that failed or was published, and of checkpoints
-    that made room. `check_right` raises if this driver may write to the run no longer.
+    `tell(kind, fields)` is called for every save that failed or was published, of checkpoints that
+    made room, and of too little room. `check_right` raises if this driver may write to the run no
+    longer.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class Commits:
         self._tell = tell
         self._before_publishing = before_publishing
         self._check_right = check_right
+        self._room = RoomWatch(catalog.fs)
+        self._short = ""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-storage")
         self._generation = -1
         self._attempts: dict[int, _Attempt] = {}
@@ -116,10 +120,12 @@ class Commits:
         def choose() -> int | None:
             self._catalog.sweep(generation)
             found = self._catalog.highest()
+            self._short = "" if found is None else self._room.look(found.bytes)
             return None if found is None else found.step
 
         step: int | None = await self.in_order(choose)
         self._protected = set() if step is None else {step}
+        self._tell("short", self._short)
         return step
 
     def _begin(self, generation: int) -> None:
@@ -204,6 +210,7 @@ class Commits:
             attempt.outcome.set_result(CommitResult(committed=True))
         self._attempts.pop(last.attempt, None)
         self._tell("published", published)
+        self._tell("short", await self.in_order(lambda: self._room.look(published.bytes)))
 
     async def _clean_up(self, shard: Shard, reason: str) -> None:
         def work() -> list[int]:
@@ -230,6 +237,8 @@ def words_of(what: str, found: Any) -> list[Record | Event]:
         return [failed]
     if what == "freed":
         return [Record(kind="checkpoint_removed", step=step, reason=FULL) for step in found]
+    if what == "short":
+        return [Record(kind="storage_short", reason=found)] if found else []
     assert isinstance(found, Published)
     committed = Record(
         kind="checkpoint_committed",

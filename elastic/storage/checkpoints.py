@@ -208,6 +208,9 @@ class Catalog:
             self._publish(step, attempt_path, text)
         new = self._look(step)
         if not new.complete:
+            # It was nobody's checkpoint yet, and its bytes would be kept for ever.
+            with contextlib.suppress(OSError):
+                self.remove(step)
             raise SaveIncomplete(step, [new.flaw])
         return new.checkpoint()
 

@@ -26,6 +26,7 @@ from elastic.storage.filesystem import Filesystem
 from elastic.storage.late_visibility import wait_until_visible
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.metrics import MetricsWriter
+from elastic.storage.room import RoomWatch
 from elastic.training.coordinator import CommitResult, NoSoundCheckpoint, Orders, Shard
 from elastic.training.failed_saves import FULL, clean_up
 from elastic.training.membership import TrainingConfig
@@ -80,6 +81,8 @@ class Book:
         self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])
         self._metrics = MetricsWriter(filesystem)
         self._catalog = Catalog(filesystem, self._claim.run_file.run_id)
+        self._room = RoomWatch(filesystem)
+        self._short = ""
         self._keep = keep
         self._launcher = launcher
         self._lock = threading.RLock()
@@ -116,6 +119,7 @@ class Book:
         wait_until_visible(self._catalog, self._past)
         found = self._catalog.highest()
         self._resumed = None if found is None else found.step
+        self._short = "" if found is None else self._room.look(found.bytes)
         lost = [event.step for event in self._past if event.kind == "checkpoint_committed"]
         if found is None and lost:
             raise NoSoundCheckpoint(
@@ -152,6 +156,7 @@ class Book:
                 data={"cause": "launcher restart", "then": "restart"},
             )
         self._record("run_started", data=data)
+        self._record_short(self._short)
         for change in self._claim.changed:
             self._record("config_changed", reason=str(change))
         self._record(
@@ -249,10 +254,15 @@ class Book:
         except Exception as error:  # noqa: BLE001 - whatever storage raises fails the save
             return self._failed(shards[0], f"{type(error).__name__}: {error}")
         self._record("checkpoint_committed", step=step, data=done.record())
+        self._record_short(self._room.look(done.bytes))
         self._status["checkpoint_step"] = step
         for old in done.removed:
             self._record("checkpoint_removed", step=old, reason="retention")
         return CommitResult(committed=True)
+
+    def _record_short(self, words: str) -> None:
+        if words:
+            self._record("storage_short", reason=words)
 
     def _failed(self, shard: Shard, reason: str) -> CommitResult:
         self._record("checkpoint_failed", step=shard.step, reason=reason)

@@ -1,4 +1,4 @@
-"""The storage probe: whether every rank sees the run directory in which the run was begun.
+"""The storage probe: whether every rank sees the run directory of the run, and can write there.
 
 One path can be another disk on each node. The ranks there would write their shards where nobody
 looks for them, and wait for checkpoints that never appear. Must not import ray.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
+import uuid
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +30,7 @@ class StorageNotShared(RuntimeError):
 def probe(
     fs: Filesystem, member: Membership, control: dist.ProcessGroup, kept: dict[str, Any]
 ) -> None:
-    """Nothing, if all ranks of the group see the run `member.run_id` at `fs`.
+    """Nothing, if all ranks of the group see the run `member.run_id` at `fs`, and can write there.
 
     Every rank calls it. What a process has seen once is kept in `kept`, over generations.
 
@@ -49,7 +50,7 @@ def probe(
 
 
 def _look(fs: Filesystem, run_id: str, visible_s: float) -> str:
-    """Why the run is not to be seen here, "" if it is."""
+    """Why the run is not to be seen or written here, "" if it is."""
     until_s = time.monotonic() + visible_s
     while True:
         try:
@@ -57,10 +58,22 @@ def _look(fs: Filesystem, run_id: str, visible_s: float) -> str:
         except Exception as error:  # noqa: BLE001 - whatever it is, this node's name goes with it
             return f"cannot read {RUN_FILE} there ({type(error).__name__}: {error})"
         if found is not None:
-            return "" if found.run_id == run_id else f"finds another run there, {found.run_id}"
+            is_ours = found.run_id == run_id
+            return _unwritable(fs) if is_ours else f"finds another run there, {found.run_id}"
         if time.monotonic() > until_s:
             return f"finds no {RUN_FILE} there"
         time.sleep(_LOOK_AGAIN_S)
+
+
+def _unwritable(fs: Filesystem) -> str:
+    """Why this node can write nothing there, "" if it can: a mount may be read-only on one."""
+    path = f".probe-{uuid.uuid4().hex}"
+    try:
+        fs.write_bytes(path, b"")
+        fs.remove_tree(path)
+    except Exception as error:  # noqa: BLE001 - whatever it is, this node's name goes with it
+        return f"cannot write there ({type(error).__name__}: {error})"
+    return ""
 
 
 def _by_node(everyone: list[tuple[str, str]]) -> str:

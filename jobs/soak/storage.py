@@ -162,9 +162,9 @@ def soak(count: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
         left = [each for run in runs for each in _leftovers(run)]
     for run in runs:
         injected += run.failing.injected
-    failures += [f"left behind: {path}" for path in left]
     found |= {
         "failed": dict(failed.most_common()),
+        "left_behind": left,
         "faults": dict(injected.most_common()),
         "lost": sum("lost: " in failure for failure in failures),
         "wrong": sum("wrong: " in failure for failure in failures),
@@ -176,7 +176,7 @@ def soak(count: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _leftovers(run: _Run) -> list[str]:
-    """Attempts that the next driver does not clear away."""
+    """Attempts that the next driver does not clear away, such as those whose marker came late."""
     run.begin_anew()
     return [
         str(Path(run.url) / each.path)

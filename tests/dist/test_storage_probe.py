@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import re
 import socket
@@ -68,3 +69,20 @@ def test_a_node_that_sees_the_run_late_is_waited_for(tmp_path: Path) -> None:
     recipe = Recipe(root=f"{tmp_path}/run", until=1)
     ended = run_ranks(on_two_nodes, 2, recipe, f"{tmp_path}/elsewhere", 4.0)
     assert [rank["step"] for rank in ended] == [1, 1]
+
+
+def read_only_on_one_node(rank: int, world_size: int, recipe: Recipe) -> Any:
+    if rank == 1:
+
+        def refuse(self: LocalStore, path: str, data: bytes) -> None:
+            raise OSError(errno.EROFS, "Read-only file system", path)
+
+        LocalStore.write_bytes = refuse  # type: ignore[method-assign]
+    return standalone_run._rank(rank, world_size, recipe)
+
+
+def test_a_node_that_cannot_write_is_named_before_a_step_is_made(tmp_path: Path) -> None:  # B59
+    recipe = Recipe(root=f"{tmp_path}/run", until=20)
+    with pytest.raises(RankFailed, match=r"\(rank 1\) cannot write there .*Read-only file system"):
+        run_ranks(read_only_on_one_node, 2, recipe)
+    assert not list(Path(recipe.root, "checkpoints").glob("step-*"))
