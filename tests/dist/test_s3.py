@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import defaultdict
@@ -25,6 +26,7 @@ from tests.dist import standalone_run
 from tests.dist.processes import RankFailed, run_ranks
 from tests.dist.standalone_run import Recipe
 from tests.made_run import FILES, add_checkpoint
+from tests.pure.test_crash_matrix import RUN, SCENES, begin, check
 from tests.s3_server import Fault, S3Server, s3_server
 
 __all__ = ["s3_server"]
@@ -200,3 +202,30 @@ def test_a_run_is_killed_and_resumes_on_it(s3_server: S3Server, tmp_path: Path) 
         assert found.exit_code == 0, found.output
         assert expected in found.output
     assert (tmp_path / "model.safetensors").stat().st_size > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scene", SCENES)
+def test_the_crash_matrix(s3_server: S3Server, scene: str) -> None:
+    """After each request that changes something no other one reaches the server."""
+    act, allowed = SCENES[scene]
+    places = []
+    for cut in range(200):
+        root, left = f"bucket/run-{cut}", [cut]
+
+        def dead(method: str, key: str, left: list[int] = left) -> Fault | None:
+            left[0] -= method in ("PUT", "POST", "DELETE")
+            return Fault(status=403, code="AccessDenied") if left[0] < 0 else None
+
+        store = SteadyStore(ObjectStore("s3"), QUICK)
+        begin(Catalog(Filesystem(store, root), RUN))
+        s3_server.strike = dead
+        with contextlib.suppress(PermissionError):
+            act(Catalog(Filesystem(store, root), RUN))
+        s3_server.strike = lambda method, key: None
+        places.append(check(store, root, allowed))
+        if left[0] >= 0:
+            break
+    assert places == sorted(places)
+    assert set(places) == set(range(len(allowed)))
