@@ -26,6 +26,7 @@ from elastic.training.node_memory import NotKept, PieceLost, PieceSource
 _ROOM_S = 60.0
 _SEAL_S = 120.0
 _READ_S = 60.0
+_AHEAD = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +132,7 @@ class MemoryLine:
         return found
 
     def _source(self, node_id: str, piece: Piece) -> PieceSource:
-        is_here = node_id == self._keepers.own
-        return _Copy(self._keepers.by_node.get(node_id), piece, node_id[:12], is_here)
+        return _Copy(self._keepers.by_node.get(node_id), piece, node_id[:12])
 
     def reject(self, snapshot: Snapshot, reason: str) -> Resume:
         """Asks the driver."""
@@ -156,10 +156,9 @@ class MemoryLine:
 class _Copy:
     """One copy of a piece, in the memory of this node or of another."""
 
-    def __init__(self, keeper: Any, piece: Piece, where: str, is_here: bool) -> None:
+    def __init__(self, keeper: Any, piece: Piece, where: str) -> None:
         self._keeper = keeper
         self._piece = piece
-        self._is_here = is_here
         self.where = where
         self._told: Described | None = None
         self._ahead: dict[int, Any] = {}
@@ -180,9 +179,7 @@ class _Copy:
         return self._described().digests
 
     def view(self) -> memoryview | None:
-        """As `PieceSource` says."""
-        if not self._is_here:
-            return None
+        """As `PieceSource` says. Several nodes may be on one machine."""
         try:
             self._map = map_place(self._described().place, writes=False)
         except OSError:
@@ -191,13 +188,14 @@ class _Copy:
 
     def read(self, start: int, num_bytes: int) -> memoryview:
         """As `PieceSource` says. What follows is on its way by then."""
-        answer = self._ahead.pop(start, None) or self._begin("read", self._piece, start, num_bytes)
-        following = start + num_bytes
-        left = self._described().digests.bytes - following
-        if left > 0:
-            size = min(num_bytes, left)
-            self._ahead = {following: self._begin("read", self._piece, following, size)}
-        return memoryview(self._wait_for(answer))
+        end = self._described().digests.bytes
+        ahead = range(start, min(end, start + _AHEAD * num_bytes), num_bytes)
+        self._ahead = {
+            begins: self._ahead.get(begins)
+            or self._begin("read", self._piece, begins, min(num_bytes, end - begins))
+            for begins in ahead
+        }
+        return memoryview(self._wait_for(self._ahead[start]))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         return self._wait_for(self._begin(method, *arguments))

@@ -17,6 +17,7 @@ from pathlib import Path
 class Place:
     """Where another process of the same user and machine finds a segment."""
 
+    machine: str
     path: str
     inode: int
     """Tells it from what the path may lead to once its owner is gone."""
@@ -42,7 +43,7 @@ class Segment:
     def place(self) -> Place:
         """For others to map it."""
         path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        return Place(path, os.fstat(self._fd).st_ino, self.num_bytes)
+        return Place(machine(), path, os.fstat(self._fd).st_ino, self.num_bytes)
 
     @property
     def view(self) -> memoryview:
@@ -61,6 +62,8 @@ def map_place(place: Place, *, writes: bool) -> mmap.mmap:
 
     Raises `OSError` when it is gone, or belongs to another user or machine.
     """
+    if place.machine != machine():
+        raise FileNotFoundError(f"{place.path} is on another machine, or in another container")
     fd = os.open(place.path, os.O_RDWR if writes else os.O_RDONLY)
     try:
         if os.fstat(fd).st_ino != place.inode:
@@ -69,6 +72,12 @@ def map_place(place: Place, *, writes: bool) -> mmap.mmap:
         return mmap.mmap(fd, max(1, place.num_bytes), access=access)
     finally:
         os.close(fd)
+
+
+def machine() -> str:
+    """The machine and the container, as far as processes there can see one another."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def available_bytes() -> int:

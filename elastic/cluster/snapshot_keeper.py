@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,9 +138,6 @@ class SnapshotKeeper:
         What is unneeded gives way. `buddy` is the keeper that gets the copy; None for none. Raises
         `Refused`.
         """
-        with contextlib.suppress(OSError):
-            # Of this thread: training comes first.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         with self._lock:
             self._check_fence(piece.generation)
             self._drop(unneeded.has)
@@ -149,11 +147,15 @@ class SnapshotKeeper:
             self._free[owner].remove(segment)
             kept = _Kept(piece, segment, num_bytes, owner, index, is_sealed=True)
             self._kept[piece] = kept
-        view = segment.view[:num_bytes]
+        with ThreadPoolExecutor(max_workers=1, initializer=_yield_to_training) as thread:
+            thread.submit(self._secure, kept, buddy, unneeded).result()
+
+    def _secure(self, kept: _Kept, buddy: Any, unneeded: Unneeded) -> None:
+        view = kept.segment.view[: kept.num_bytes]
         try:
             digester = ChunkDigester()
             digester.update(view)
-            kept.digests = digester.file(f"the piece of rank {piece.world_rank}")
+            kept.digests = digester.file(f"the piece of rank {kept.piece.world_rank}")
         finally:
             kept.is_digested.set()
         if buddy is not None:
@@ -247,6 +249,12 @@ def _new_segment(num_bytes: int) -> Segment:
         return Segment(-(-(num_bytes + _SPARE_BYTES) // _SPARE_BYTES) * _SPARE_BYTES)
     except OSError as error:
         raise Refused(f"no {num_bytes} bytes of memory: {error}") from error
+
+
+def _yield_to_training() -> None:
+    """This thread alone: others here load what training waits for."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _get(answers: list[Any]) -> None:

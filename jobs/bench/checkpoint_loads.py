@@ -22,6 +22,7 @@ from elastic.storage.filesystem import Filesystem
 from elastic.training.checkpoint import AsyncSaver, describe, load
 from elastic.training.process_group import Groups
 from elastic.training.state import TrackedState
+from jobs.bench import checkpoint_memory
 from jobs.bench.checkpoint import NUM_RANKS, OURS, Plan
 from jobs.bench.checkpoint_state import Job, join
 
@@ -30,13 +31,15 @@ _DCP = "dcp.load"
 
 def main(plan: Plan, what: str, rank: int, num_ranks: int) -> None:
     directory = Path(plan.directory)
-    _, groups, _ = join(directory, what, rank, num_ranks)
+    member, groups, _ = join(directory, what, rank, num_ranks)
     # The same in all, whatever the number of ranks.
     job = Job(groups, plan.bytes_per_rank * NUM_RANKS)
     if what == "write":
         _write(directory, job.state, groups)
+        checkpoint_memory.write(directory, job.state)
     else:
-        _read(plan, job.state, groups)
+        with checkpoint_memory.loader(directory, member, job.state, groups) as from_memory:
+            _read(plan, job.state, groups, from_memory)
     dist.barrier()
 
 
@@ -67,7 +70,7 @@ def _write(directory: Path, state: TrackedState, groups: Groups) -> None:
     (directory / "manifest").write_bytes(pickle.dumps(manifest))
 
 
-def _read(plan: Plan, state: TrackedState, groups: Groups) -> None:
+def _read(plan: Plan, state: TrackedState, groups: Groups, from_memory: Callable[[], Any]) -> None:
     directory = Path(plan.directory)
     tensors = dict(state.capture().tensors)
     manifest = pickle.loads((directory / "manifest").read_bytes())
@@ -75,11 +78,14 @@ def _read(plan: Plan, state: TrackedState, groups: Groups) -> None:
     ways: dict[str, Callable[[], Any]] = {
         _DCP: lambda: dcp.load(tensors, checkpoint_id=str(directory / _DCP)),
         OURS: lambda: load(fs, OURS, manifest, state, groups.control),
+        checkpoint_memory.MEMORY: from_memory,
     }
     for turn in range(plan.num_loads + 1):
         for way, read in ways.items():
-            for is_cold in (False, True):
-                _set_cache(directory / way, is_cold)
+            is_on_disk = way != checkpoint_memory.MEMORY
+            for is_cold in (False, True) if is_on_disk else (False,):
+                if is_on_disk:
+                    _set_cache(directory / way, is_cold)
                 took_s = _timed(read, groups.control)
                 if turn and dist.get_rank() == 0:  # the first warms up
                     name = f"{way}.cold" if is_cold else way

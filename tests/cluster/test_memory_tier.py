@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
+from elastic.cluster.memory_line import Keepers, Mapped, MemoryLine
+from elastic.cluster.places import places
+from elastic.cluster.ray_internals import GroupMember
+from elastic.cluster.snapshot_keepers import SnapshotKeepers
+from elastic.policy.coverage import Piece, Resume, Unneeded, newest
+from elastic.storage.chunk_digests import CHUNK_BYTES, chunk_problem
 from elastic.storage.ledger import LedgerEvent
+from elastic.training.node_memory import PieceLost
 from tests.cluster.local_cluster import Job, LocalCluster, wait_for
 
 EVERY = 2
@@ -58,6 +66,54 @@ def test_a_damaged_snapshot_is_told_and_the_checkpoint_resumed(
         (rejected, *_) = job.events("snapshot_rejected")
         assert "expected" in rejected.reason and "found" in rejected.reason
         assert job.wait_for_event("resumed").step == 0
+
+
+def test_a_piece_is_copied_to_the_next_node_and_read_from_another_machine(
+    connected: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = [node.node_id for node in connected.nodes][:2]
+    keepers = SnapshotKeepers(is_on=True)
+    keepers.start([own, other])
+    told = Keepers(by_node=keepers.told(own, []).by_node, own=own, buddy=other)
+    member = places("run", 0, [member_on(own)], 0, Resume(step=None))[0]
+    line = MemoryLine(told, member, None, Mapped())
+    made = Piece(generation=0, step=2, world_rank=0, world_size=1)
+    data = os.urandom(CHUNK_BYTES + 5000)
+    try:
+        line.prepare(len(data))
+        room = line.room(len(data), Unneeded())
+        room[: len(data)] = data
+        line.seal(made, len(data), b"index", Unneeded())
+        held = asyncio.run(keepers.open(1))
+        assert held == {own: [made], other: [made]}
+
+        keepers.forget([own])
+        snapshot = newest({other: held[other]})
+        ((copy,),) = line.sources(snapshot)
+        assert copy.index() == b"index"
+        assert copy.view()[: len(data)] == data
+        monkeypatch.setattr("elastic.cluster.segment.machine", lambda: "another")
+        assert copy.view() is None
+        assert copy.read(0, CHUNK_BYTES) == data[:CHUNK_BYTES]
+        assert copy.read(CHUNK_BYTES, 5000) == data[CHUNK_BYTES:]
+        assert chunk_problem(copy.digests(), 1, data[CHUNK_BYTES:]) == ""
+    finally:
+        keepers.close()
+    with pytest.raises(PieceLost):
+        line.sources(snapshot)[0][0].index()
+
+
+def member_on(node_id: str) -> GroupMember:
+    return GroupMember(
+        world_rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        node_id=node_id,
+        node_ip="127.0.0.1",
+        pid=os.getpid(),
+    )
 
 
 def wait_for_snapshot(job: Job, generation: int) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from elastic.cluster.segment import Place, map_place
+from elastic.cluster.segment import Place, machine, map_place
 from elastic.cluster.snapshot_keeper import Refused, SnapshotKeeper
 from elastic.policy.coverage import SLOTS, Piece, Unneeded
 from elastic.storage.chunk_digests import ChunkDigester, chunk_problem
@@ -127,9 +128,13 @@ def test_memory_is_gone_with_its_owner_and_whoever_maps_it_keeps_it() -> None:
     ) as owner:
         assert owner.stdout is not None
         path, inode = owner.stdout.readline().split()
-        place = Place(path, int(inode), 1 << 20)
-        with pytest.raises(OSError, match="another file"):
-            map_place(Place(path, 1, 1 << 20), writes=False)
+        place = Place(machine(), path, int(inode), 1 << 20)
+        for other, why in (
+            (replace(place, inode=1), "another file"),
+            (replace(place, machine="other"), "another machine"),
+        ):
+            with pytest.raises(OSError, match=why):
+                map_place(other, writes=False)
         found = map_place(place, writes=False)
         owner.kill()
     assert found[:5] == b"hello"
