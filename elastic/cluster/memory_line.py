@@ -116,7 +116,7 @@ class MemoryLine:
 
     def sources(self, snapshot: Snapshot) -> Sequence[Sequence[PieceSource]]:
         """Copies on this node first, and then in another order on each rank."""
-        found = []
+        found: list[list[_Copy]] = []
         for rank, nodes in enumerate(snapshot.nodes):
             piece = Piece(
                 generation=snapshot.generation,
@@ -129,10 +129,11 @@ class MemoryLine:
                 [*nodes[start:], *nodes[:start]], key=lambda node: node != self._keepers.own
             )
             found.append([self._source(node, piece) for node in turned])
+            found[-1][0].ask()  # all of them at once: they are read one after the other
         return found
 
-    def _source(self, node_id: str, piece: Piece) -> PieceSource:
-        return _Copy(self._keepers.by_node.get(node_id), piece, node_id[:12])
+    def _source(self, node_id: str, piece: Piece) -> _Copy:
+        return _Copy(self._keepers.by_node.get(node_id), piece, node_id[:12], self._mapped.rooms)
 
     def reject(self, snapshot: Snapshot, reason: str) -> Resume:
         """Asks the driver."""
@@ -156,7 +157,11 @@ class MemoryLine:
 class _Copy:
     """One copy of a piece, in the memory of this node or of another."""
 
-    def __init__(self, keeper: Any, piece: Piece, where: str) -> None:
+    def __init__(
+        self, keeper: Any, piece: Piece, where: str, mapped: Mapping[Place, mmap.mmap]
+    ) -> None:
+        self._mapped = mapped
+        self._asked: Any = None
         self._keeper = keeper
         self._piece = piece
         self.where = where
@@ -165,9 +170,15 @@ class _Copy:
         """What was asked for before it was wanted, by its start."""
         self._map: mmap.mmap | None = None
 
+    def ask(self) -> None:
+        """What it will be asked for first, without waiting for it."""
+        if self._keeper is not None:
+            self._asked = self._begin("describe", self._piece)
+
     def _described(self) -> Described:
         if self._told is None:
-            self._told = self._ask("describe", self._piece)
+            asked = self._asked or self._begin("describe", self._piece)
+            self._told = self._wait_for(asked)
         return self._told
 
     def index(self) -> bytes:
@@ -180,8 +191,10 @@ class _Copy:
 
     def view(self) -> memoryview | None:
         """As `PieceSource` says. Several nodes may be on one machine."""
+        place = self._described().place
         try:
-            self._map = map_place(self._described().place, writes=False)
+            # What this process has filled itself is mapped already, page by page.
+            self._map = self._mapped.get(place) or map_place(place, writes=False)
         except OSError:
             return None  # it can be asked for, all the same
         return memoryview(self._map)
@@ -196,9 +209,6 @@ class _Copy:
             for begins in ahead
         }
         return memoryview(self._wait_for(self._ahead[start]))
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        return self._wait_for(self._begin(method, *arguments))
 
     def _begin(self, method: str, *arguments: Any) -> Any:
         if self._keeper is None:
