@@ -8,11 +8,13 @@ refused after it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.policy import suspicion
 from elastic.policy.events import Committed, Event, Record, Unrecoverable
 from elastic.policy.retention import Retention
 from elastic.storage.archive import Archive
@@ -21,6 +23,7 @@ from elastic.storage.checkpoints import Catalog
 from elastic.storage.late_visibility import wait_until_visible
 from elastic.storage.ledger import LedgerEvent
 from elastic.storage.room import RoomWatch
+from elastic.storage.suspects import highest_trusted, rule_on
 from elastic.training.coordinator import CommitResult, Shard
 from elastic.training.failed_saves import FULL, clean_up
 from elastic.training.publishing import Published, publish
@@ -66,6 +69,7 @@ class Commits:
         self._generation = -1
         self._attempts: dict[int, _Attempt] = {}
         self._protected: set[int] = set()
+        self._suspicion: suspicion.Suspicion | None = None
         self._archiver: Archiver | None = None
 
     def archive(
@@ -119,7 +123,7 @@ class Commits:
 
         def choose() -> int | None:
             self._catalog.sweep(generation)
-            found = self._catalog.highest()
+            found = highest_trusted(self._catalog)
             self._short = "" if found is None else self._room.look(found.bytes)
             return None if found is None else found.step
 
@@ -147,6 +151,7 @@ class Commits:
         if not from_scratch:
             await self.in_order(lambda: wait_until_visible(self._catalog, past))
         step = await self.open(generation)
+        self._suspicion = self._suspicion or suspicion.fold(past)
         committed = [event.step for event in past if event.kind == "checkpoint_committed"]
         if step is None and committed and not from_scratch:
             raise NothingToResume(
@@ -162,12 +167,25 @@ class Commits:
         def choose() -> int | None:
             if self._catalog.inspect(step).complete:
                 self._catalog.quarantine(step, reason)
-            found = self._catalog.highest(below=step)
+            found = highest_trusted(self._catalog, below=step)
             return None if found is None else found.step
 
         older: int | None = await self.in_order(choose)
         self._protected = set() if older is None else {older}
         return older
+
+    async def doubt(self, doubt: suspicion.Doubt) -> tuple[str, str]:
+        """What follows from a loss that is not finite, and why; see `Coordinator.doubt`."""
+        past = self._suspicion
+
+        def work() -> suspicion.Ruling:
+            return rule_on(self._catalog, doubt, past, time_s=time.time())
+
+        ruling: suspicion.Ruling = await self.in_order(work)
+        if ruling.record is not None:
+            self._suspicion = suspicion.fold([ruling.record])
+            self._tell("ruled", ruling.record)
+        return str(ruling.then), ruling.reason
 
     def restored(self) -> None:
         """All ranks have loaded: the resumed checkpoint needs no protection from retention."""
@@ -239,6 +257,8 @@ def words_of(what: str, found: Any) -> list[Record | Event]:
         return [Record(kind="checkpoint_removed", step=step, reason=FULL) for step in found]
     if what == "short":
         return [Record(kind="storage_short", reason=found)] if found else []
+    if what == "ruled":
+        return [found]
     assert isinstance(found, Published)
     committed = Record(
         kind="checkpoint_committed",

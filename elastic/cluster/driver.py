@@ -52,6 +52,7 @@ from elastic.policy.events import (
     WorkerDied,
 )
 from elastic.policy.situation import FINAL, Phase, Situation
+from elastic.policy.suspicion import Doubt
 from elastic.policy.transitions import decide, record_death
 from elastic.training.coordinator import CommitResult, Orders, Shard
 from elastic.training.pacing import Pacing
@@ -207,6 +208,10 @@ class Driver:
     ) -> tuple[Resume | None, str]:
         """What to resume in place of this snapshot, or why there is nothing."""
         return await self._resumption.reject(generation, snapshot, reason)
+
+    async def doubt(self, doubt: Doubt) -> tuple[str, str]:
+        """What follows from a loss that is not finite, and why."""
+        return await self._resumption.doubt(doubt)
 
     # --- the loop --------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from elastic.cluster.driver import Driver
 from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.ray_internals import Controller
 from elastic.policy.coverage import Resume, Snapshot
+from elastic.policy.suspicion import Doubt
 from elastic.training.coordinator import CommitResult, Shard
 
 
@@ -54,3 +55,7 @@ class DriverActor(Controller):
     ) -> tuple[Resume | None, str]:
         """What to resume in place of a snapshot that cannot be loaded, or why there is nothing."""
         return await self._driver.reject_snapshot(generation, snapshot, reason)
+
+    async def doubt(self, doubt: Doubt) -> tuple[str, str]:
+        """A loss that is not finite: what follows, and why; see `Coordinator.doubt`."""
+        return await self._driver.doubt(doubt)

@@ -16,6 +16,7 @@ from elastic.cluster.snapshot_keepers import SnapshotKeepers
 from elastic.policy import coverage
 from elastic.policy.coverage import Resume, Snapshot
 from elastic.policy.events import Committed, Event, Record, Unrecoverable
+from elastic.policy.suspicion import Doubt, Then
 from elastic.storage.ledger import LedgerEvent
 
 logger = logging.getLogger("elastic")
@@ -43,11 +44,13 @@ class Resumption:
         self._post = post
         self._record = record
         self._snapshot: Snapshot | None = None
+        doubted = (event.generation for event in past if event.kind == "checkpoint_suspect")
+        self._doubted_generation = max(doubted, default=-1)
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def choose(self, generation: int) -> Resume:
         """Where this generation begins, and older ones write no more. Raises `NothingToResume`."""
-        found = coverage.newest(await self.keepers.open(generation))
+        found = await self._newest(generation)
         known = self._committed_step()
         if found is not None and 0 <= known <= found.step:
             self._snapshot = found
@@ -57,6 +60,14 @@ class Resumption:
         if step is not None:
             self._post(Committed(step=step))
         return self._chosen(step, found)
+
+    async def _newest(self, generation: int) -> Snapshot | None:
+        """The newest whole snapshot that was not trained from a suspect checkpoint."""
+        held = await self.keepers.open(generation)
+        last = self._doubted_generation
+        return coverage.newest(
+            {node: [one for one in held[node] if one.generation > last] for node in held}
+        )
 
     def _chosen(self, step: int | None, found: Snapshot | None) -> Resume:
         # Without any checkpoint nothing tells which history a snapshot belongs to.
@@ -88,7 +99,7 @@ class Resumption:
         kind = "snapshot_rejected"
         self._record(Record(kind=kind, generation=generation, step=snapshot.step, reason=reason))
         await self.keepers.drop(snapshot)
-        found = coverage.newest(await self.keepers.open(generation))
+        found = await self._newest(generation)
         resume = self._chosen(await self._commits.highest(), found)
         if resume.step is not None:
             return resume, ""
@@ -96,6 +107,13 @@ class Resumption:
         problem += "older, and no checkpoint"
         self._post(Unrecoverable(generation=generation, reason=problem))
         return None, problem
+
+    async def doubt(self, doubt: Doubt) -> tuple[str, str]:
+        """What follows from a loss that is not finite, and why; see `Coordinator.doubt`."""
+        then, reason = await self._commits.doubt(doubt)
+        if then == Then.STEP_BACK:
+            self._doubted_generation = doubt.generation
+        return then, reason
 
     async def step_back(self, generation: int, step: int, reason: str) -> tuple[int | None, str]:
         """The next older checkpoint than this bad one, or why there is none."""

@@ -25,6 +25,7 @@ with collector_paused():
     from elastic.cluster.memory_line import Keepers, Mapped, MemoryLine
     from elastic.policy.cause import is_victim
     from elastic.policy.culprits import RankLook
+    from elastic.policy.suspicion import Doubt
     from elastic.storage.checkpoints import Catalog
     from elastic.storage.filesystem import Filesystem
     from elastic.training import collector, inspection, process_group, storage_probe
@@ -175,6 +176,17 @@ class RayCoordinator:
         if step is None:
             raise NoSoundCheckpoint(problem)
         return int(step)
+
+    def doubt(self, loaded_step: int, loss_step: int, loss: str) -> tuple[str, str]:
+        """Ask the driver what follows from a loss that is not finite."""
+        doubt = Doubt(
+            generation=self._member.generation,
+            loaded_step=loaded_step,
+            loss_step=loss_step,
+            loss=loss,
+        )
+        answer: tuple[str, str] = ray.get(self._driver.doubt.remote(doubt))
+        return answer
 
 
 def serve(train: TrainFunction, config: TrainingConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
+from types import MappingProxyType
 
 from elastic.dashboard.goodput import share_text
 from elastic.dashboard.kept_out import kept_out_text
@@ -74,19 +75,21 @@ def checkpoints_text(
     checkpoints: Sequence[Checkpoint],
     pinned: Collection[int] = (),
     archived: Collection[int] = (),
+    suspects: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
-    """One checkpoint a line; one that is not complete says why. `pinned`, `archived` are steps."""
+    """One checkpoint a line; one that does not count says why. `pinned`, `archived` are steps,
+    `suspects` steps with the reason."""
     if not checkpoints:
         return "no checkpoints"
     rows = [
         [
             str(one.step),
-            _is_complete(one, pinned, archived),
+            _is_complete(one, pinned, archived, suspects),
             size(one.bytes),
             _or_dash(one.world_size),
             _or_dash(one.generation),
             one.path,
-            one.reason,
+            one.reason or (suspects.get(one.step, "") if one.complete else ""),
         ]
         for one in checkpoints
     ]
@@ -94,11 +97,12 @@ def checkpoints_text(
     return "\n".join(table(header, rows, right="STEP SIZE WORKERS GENERATION"))
 
 
-def _is_complete(one: Checkpoint, pinned: Collection[int], archived: Collection[int]) -> str:
+def _is_complete(one: Checkpoint, *marked: Collection[int]) -> str:
+    """`marked` are the steps that are pinned, those archived, and those suspect."""
     if not one.complete:
         return "no"
-    marks = {"pinned": one.step in pinned, "archived": one.step in archived}
-    return ", ".join(["yes", *(mark for mark, is_so in marks.items() if is_so)])
+    marks = zip(("pinned", "archived", "suspect"), marked, strict=True)
+    return ", ".join(["yes", *(mark for mark, steps in marks if one.step in steps)])
 
 
 def _state(status: RunStatus) -> str:

@@ -32,7 +32,10 @@ _SIGNS = frozenset(
     }
 )
 _STANDS = frozenset(
-    {"started", "resumed", "checkpoint_quarantined", "snapshot_rejected", "rng_left_out"}
+    {
+        *("started", "resumed", "checkpoint_quarantined", "checkpoint_suspect"),
+        *("checkpoint_trusted", "snapshot_rejected", "rng_left_out"),
+    }
 )
 _COURSE = _STANDS | {
     *("size_infeasible", "node_kept_out", "holding", "reform_failed"),

@@ -52,6 +52,7 @@ _OWN_TYPES = _names(
     AssertionError ZeroDivisionError ArithmeticError FloatingPointError OverflowError
     ImportError SyntaxError ModuleNotFoundError NotImplementedError StopIteration
     RecursionError UnicodeDecodeError UnicodeEncodeError UnboundLocalError FileNotFoundError
+    LossNotFinite
     FileExistsError PermissionError IsADirectoryError NotADirectoryError
     """
 )
@@ -71,7 +72,7 @@ _STORAGE_TYPES = _names(
     ClientConnectorError ServerDisconnectedError ServerTimeoutError SSLError
     ProxyConnectionError CheckpointNotVisible StorageNotShared CheckpointGone CheckpointCorrupt
     LoadFailed WriteFailed NotComplete SaveIncomplete Unreadable NoSoundCheckpoint
-    NothingToResume SafetensorError CheckpointException SaveFailed
+    NothingToResume SafetensorError CheckpointException SaveFailed CheckpointSuspect
     """
 )
 _DIST_TYPES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})

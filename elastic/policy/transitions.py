@@ -70,11 +70,8 @@ class IllegalEvent(AssertionError):
 
 # Errors of ours that say the run's input does not fit: trying again gives the same answer.
 FINAL_ERRORS = (
-    "StateMismatch",
-    "NoSoundCheckpoint",
-    "InvalidInput",
-    "SnapshotsDoNotFit",
-    "HostMemoryShort",
+    *("StateMismatch", "NoSoundCheckpoint", "InvalidInput", "LossNotFinite"),
+    *("SnapshotsDoNotFit", "HostMemoryShort"),
 )
 
 _MOST_DOUBLINGS = 10

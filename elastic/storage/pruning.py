@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from elastic.policy.retention import Retention
 from elastic.storage.checkpoints import Catalog, Checkpoint
 from elastic.storage.pins import pinned_steps
+from elastic.storage.suspects import trusted_steps
 
-__all__ = ["Fate", "perform", "plan"]
+__all__ = ["SUSPECT", "Fate", "perform", "plan"]
+
+SUSPECT = "suspect"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +35,13 @@ def plan(catalog: Catalog, policy: Retention) -> list[Fate]:
     """Every complete checkpoint, ascending. Removes nothing. Raises `UnsupportedFormat`."""
     steps = catalog.complete_steps()
     pinned = pinned_steps(catalog.fs)
-    going = set(policy.to_remove(steps, pinned))
+    trusted = trusted_steps(catalog)
+    going = set(policy.to_remove(trusted, pinned))
     return [
         Fate(
             checkpoint=catalog.inspect(step),
             pinned=step in pinned,
-            why="" if step in going else _why(step, steps, policy, step in pinned),
+            why="" if step in going else _why(step, trusted, policy, step in pinned),
         )
         for step in steps
     ]
@@ -58,6 +62,8 @@ def perform(catalog: Catalog, fates: Sequence[Fate]) -> Iterator[int]:
 
 
 def _why(step: int, steps: Sequence[int], policy: Retention, pinned: bool) -> str:
+    if step not in steps:
+        return SUSPECT
     if step == steps[-1]:
         return "the newest"
     if pinned:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from elastic.policy.retention import Retention
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.pins import pinned_steps
+from elastic.storage.suspects import trusted_steps
 
 logger = logging.getLogger("elastic")
 
@@ -23,14 +24,14 @@ def apply(
 ) -> list[int]:
     """Steps of the checkpoints that were removed, oldest first; to be called after a commit.
 
-    Only complete checkpoints are counted and removed. `protected` steps stay: those a reader holds,
-    and the last one that was verified. So do pinned ones, for ever. `archived` tells which of some
-    steps an archive holds. Storage that fails leaves the rest to the next commit: it is no reason
-    to take this one for failed.
+    Only complete checkpoints that are not suspect are counted and removed. `protected` steps stay:
+    those a reader holds, and the last one that was verified. So do pinned ones, for ever.
+    `archived` tells which of some steps an archive holds. Storage that fails leaves the rest to the
+    next commit: it is no reason to take this one for failed.
     """
     removed = []
     try:
-        complete = catalog.complete_steps()
+        complete = trusted_steps(catalog)
         for step in policy.to_remove(complete, protected, archived(complete)):
             # Asked anew each time: a pin may be set while the others are being removed.
             if step not in pinned_steps(catalog.fs):

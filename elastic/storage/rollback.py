@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from elastic.storage.archive import Archive
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.ledger import LedgerWriter
+from elastic.storage.suspects import lift
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,8 @@ class Rollback:
     to_step: int
     set_aside: dict[int, str]
     """Where each one's files, or its marker, lie now, relative to the run's root."""
+    trusted: bool = False
+    """Checkpoints that were suspect are so no more."""
 
 
 class RollbackRefused(Exception):
@@ -48,23 +51,27 @@ def roll_back(
 ) -> Rollback:
     """Make the complete checkpoint of `to_step` the highest, so that it is resumed next.
 
-    One that only the archive has is brought back first. The ledger is told before any newer one is
-    set aside, and of nothing if nothing changes. They go highest first: cut short, the run is at
-    one of them, and rolling back again ends it. Raises `RollbackRefused`, `UnsupportedFormat`, and
-    what `Archive.bring_back` does.
+    One that only the archive has is brought back first, and none is suspect after it. The ledger is
+    told before any newer one is set aside, and of nothing if nothing changes. They go highest
+    first: cut short, the run is at one of them, and rolling back again ends it. Raises
+    `RollbackRefused`, `UnsupportedFormat`, and what `Archive.bring_back` does.
     """
     newer = steps_above(catalog, to_step, archive)
     is_back = archive is not None and not catalog.inspect(to_step).complete
     if archive is not None and is_back:
         archive.bring_back(to_step, catalog)
-    if newer or is_back:
+    # Who names a checkpoint to go back to trusts it.
+    trusted = lift(catalog.fs)
+    if newer or is_back or trusted:
         data: dict[str, object] = {"set_aside": newer}
         if archive is not None and is_back:
             data["from_archive"] = archive.fs.url
         ledger.append("rolled_back", step=to_step, reason=reason, data=data, time_s=time_s)
     why = f"rolled back to step {to_step}: {reason}"
     return Rollback(
-        to_step=to_step, set_aside={step: catalog.quarantine(step, why) for step in newer}
+        to_step=to_step,
+        set_aside={step: catalog.quarantine(step, why) for step in newer},
+        trusted=trusted,
     )
 
 

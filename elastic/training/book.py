@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from elastic.policy import suspicion
 from elastic.policy.cadence import Cadence
 from elastic.policy.events import Record
 from elastic.policy.retention import Retention
@@ -27,6 +28,7 @@ from elastic.storage.late_visibility import wait_until_visible
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.metrics import MetricsWriter
 from elastic.storage.room import RoomWatch
+from elastic.storage.suspects import highest_trusted, rule_on
 from elastic.training.coordinator import CommitResult, NoSoundCheckpoint, Orders, Shard
 from elastic.training.failed_saves import FULL, clean_up
 from elastic.training.membership import TrainingConfig
@@ -117,7 +119,7 @@ class Book:
         """
         self._catalog.sweep(self._generation)
         wait_until_visible(self._catalog, self._past)
-        found = self._catalog.highest()
+        found = highest_trusted(self._catalog)
         self._resumed = None if found is None else found.step
         self._short = "" if found is None else self._room.look(found.bytes)
         lost = [event.step for event in self._past if event.kind == "checkpoint_committed"]
@@ -276,13 +278,24 @@ class Book:
         self._record("checkpoint_quarantined", step=step, reason=reason)
         if self._catalog.inspect(step).complete:
             self._catalog.quarantine(step, reason)
-        found = self._catalog.highest(below=step)
+        found = highest_trusted(self._catalog, below=step)
         if found is None:
             raise NoSoundCheckpoint(
                 f"no checkpoint with sound bytes is left; the last tried, step {step}: {reason}"
             )
         self._protected = {found.step}
         return found.step
+
+    def doubt(self, loaded_step: int, loss_step: int, loss: str) -> tuple[str, str]:
+        """What follows from a loss that is not finite, and why; see `Coordinator.doubt`."""
+        doubt = suspicion.Doubt(
+            generation=self._generation, loaded_step=loaded_step, loss_step=loss_step, loss=loss
+        )
+        past = suspicion.fold(self._past)
+        ruling = rule_on(self._catalog, doubt, past, time_s=time.time())
+        if ruling.record is not None:
+            self._record_as_told(ruling.record)
+        return str(ruling.then), ruling.reason
 
     def end(self, outcome: str, step: int, reason: str) -> None:
         """The run is over for this process: `finished`, `stopped` or `failed`."""

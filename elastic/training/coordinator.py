@@ -93,6 +93,11 @@ class Coordinator(Protocol):
             NoSoundCheckpoint: none is left.
         """
 
+    def doubt(self, loaded_step: int, loss_step: int, loss: str) -> tuple[str, str]:
+        """The loss of `loss_step` is not finite, the first one since the checkpoint of
+        `loaded_step` was loaded: what follows, a `suspicion.Then`, and why. Rank 0 alone asks.
+        """
+
 
 class NoSoundCheckpoint(RuntimeError):
     """Checkpoints exist, and none of them has sound bytes."""

@@ -28,6 +28,7 @@ from elastic.storage.checkpoints import Catalog, NotComplete
 from elastic.storage.completeness import home
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.format import UnsupportedFormat
+from elastic.storage.suspects import highest_trusted
 from elastic.training.export_content import Content, content_of, plain_enough
 from elastic.training.held_checkpoint import (
     CheckpointCorrupt,
@@ -118,7 +119,7 @@ def export(request: Request, tell: Tell = lambda what, done, all: None) -> Expor
 
 def _step(catalog: Catalog, step: int | None) -> int:
     if step is None:
-        newest = catalog.highest()
+        newest = highest_trusted(catalog)
         if newest is None:
             raise NothingYet(
                 "this run has no complete checkpoint: `elastic checkpoints list` tells why"

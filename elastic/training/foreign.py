@@ -20,6 +20,7 @@ from elastic.storage.completeness import DIR, STEP_NAME
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import WHOLE, FileDigest
 from elastic.storage.run_file import RUN_FILE, RunFile, load_run_file
+from elastic.storage.suspects import highest_trusted
 from elastic.storage.verified_file import VerifiedFile
 from elastic.training.loading import agree, read_tensors, verify_share
 from elastic.training.part import NOTHING, Mismatch, StateMismatch, shape_and_dtype
@@ -67,7 +68,7 @@ class Source:
         fs = Filesystem.at(url)
         run_file = load_run_file(fs)
         if run_file is not None:
-            highest = Catalog(fs, run_file.run_id).highest()
+            highest = highest_trusted(Catalog(fs, run_file.run_id))
             if highest is None:
                 raise ValueError(f"the run at {url} has no complete checkpoint to load from")
             return cls._of_run(fs, run_file, highest.step)

@@ -88,7 +88,7 @@ class Run:
         self._long_step_s: float | None = None
         self._is_dropped = False
         self._reporter = Reporter(coordinator, world_size=member.world_size)
-        self._metrics = StepMetrics(self._reporter, groups, member.world_rank)
+        self._metrics = StepMetrics(self._reporter, groups, member, coordinator)
         self._begun_s = time.monotonic()
         self._loaded_s: float | None = None
         both: dict[str, Any] = {"member": member, "groups": groups, "reporter": self._reporter}

@@ -235,6 +235,11 @@ class StoreCoordinator:
         assert self._book is not None
         return self._book.step_back(rejected_step, reason)
 
+    def doubt(self, loaded_step: int, loss_step: int, loss: str) -> tuple[str, str]:
+        """Rank 0 alone asks."""
+        assert self._book is not None
+        return self._book.doubt(loaded_step, loss_step, loss)
+
 
 def _shard(text: bytes) -> Shard:
     tree = json.loads(text)

@@ -22,6 +22,7 @@ from elastic.storage.archive import Archive, archive_of
 from elastic.storage.checkpoints import Catalog, Checkpoint, NotComplete
 from elastic.storage.completeness import home
 from elastic.storage.pruning import Fate
+from elastic.storage.suspects import suspect_steps
 from elastic.storage.verification import ABSENT, BAD, GOOD, UNREADABLE, Verdict
 from elastic.verbs.progress import progress
 from elastic.verbs.run_argument import (
@@ -47,19 +48,22 @@ def checkpoints() -> None:
 def list_checkpoints(run: str, as_json: bool) -> None:
     """Every checkpoint of RUN, lowest step first, and why an incomplete one does not count.
 
-    Those that lie only in the run's archive are among them, with their place there.
+    Those that lie only in the run's archive are among them, with their place there. A suspect one
+    is passed by when the run resumes, since the losses went wrong when it was loaded; `elastic
+    rollback --to` its step makes it count again.
     """
     with reading(run):
         fs, run_file = open_run(run)
         archive = archive_of(run_file)
-        found = Catalog(fs, run_file.run_id).list()
+        catalog = Catalog(fs, run_file.run_id)
+        found, suspects = catalog.list(), suspect_steps(catalog)
         pinned = pins.pinned_steps(fs)
     archived = {} if archive is None else _archived(archive)
     found = _with_archived(found, archived)
     if not as_json:
-        click.echo(checkpoints_text(found, pinned, archived))
+        click.echo(checkpoints_text(found, pinned, archived, suspects))
         return
-    rows = [asdict(one) for one in found]
+    rows = [{**asdict(one), "suspect": suspects.get(one.step, "")} for one in found]
     if archive is not None:
         places = {step: one.path for step, one in archived.items()}
         rows = [{**row, "archived": places.get(row["step"])} for row in rows]
@@ -147,7 +151,8 @@ def prune(run: str, as_json: bool, keep: int, keep_every: int | None, yes: bool)
         catalog = _catalog(run)
         fates = pruning.plan(catalog, Retention(keep=keep, keep_every=keep_every))
         if yes and any(fate.remove for fate in fates):
-            _check_newest(catalog, fates[-1].checkpoint.step)
+            trusted = [fate for fate in fates if fate.why != pruning.SUSPECT]
+            _check_newest(catalog, trusted[-1].checkpoint.step)
         shown = "" if as_json else fates_text(fates)
     removed: list[int] = []
     if yes:

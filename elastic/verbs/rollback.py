@@ -18,6 +18,7 @@ from elastic.storage.checkpoints import Catalog
 from elastic.storage.lease import LeaseHeld
 from elastic.storage.ledger import LedgerWriter, next_life
 from elastic.storage.rollback import Rollback, RollbackRefused, roll_back, steps_above
+from elastic.storage.suspects import suspect_steps
 from elastic.verbs.requests import who
 from elastic.verbs.run_argument import (
     BadRun,
@@ -44,9 +45,10 @@ from elastic.verbs.run_argument import (
 def rollback(run: str, step: int, reason: str, as_json: bool) -> None:
     """Make the checkpoint of step N the newest of RUN, so that the next submission resumes it.
 
-    One that lies only in the run's archive is copied back. Newer checkpoints are moved to
-    checkpoints/quarantine with the reason; nothing is deleted. Only while nobody is at the run,
-    which can take some seconds to find out: stop it first.
+    One that lies only in the run's archive is copied back, and one that is suspect is trusted
+    again. Newer checkpoints are moved to checkpoints/quarantine with the reason; nothing is
+    deleted. Only while nobody is at the run, which can take some seconds to find out: stop it
+    first.
 
     \b
     Exit codes: 0 done, 1 somebody is at the run, 2 no such run or checkpoint.
@@ -57,6 +59,7 @@ def rollback(run: str, step: int, reason: str, as_json: bool) -> None:
         archive = archive_of(run_file)
         try:
             is_newest = not steps_above(catalog, step, archive) and catalog.inspect(step).complete
+            is_newest = is_newest and step not in suspect_steps(catalog)
             why = reason or f"asked by {who()}"
             done = None if is_newest else _roll_back(catalog, archive, step, why)
         except RollbackRefused as error:
@@ -88,4 +91,5 @@ def _roll_back(catalog: Catalog, archive: Archive | None, step: int, reason: str
 def _said(done: Rollback) -> str:
     aside = "\n".join(f"  step {step} to {path}" for step, path in done.set_aside.items())
     kept = f". Set aside, and kept:\n{aside}" if aside else ""
-    return f"rolled back to step {done.to_step}: the next submission resumes it{kept}"
+    trusted = ", which is trusted again" if done.trusted else ""
+    return f"rolled back to step {done.to_step}{trusted}: the next submission resumes it{kept}"

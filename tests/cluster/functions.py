@@ -76,6 +76,18 @@ def boom_at_a_step(run: elastic.Run) -> None:
             raise ValueError(f"bad sample {os.getpid()}")
 
 
+def spoilt_from(run: elastic.Run) -> None:
+    """Logs a loss that is no number in the steps that a file names for the step resumed."""
+    import json
+
+    spoilt = json.loads(Path(run.config["spoilt"]).read_text())
+    resumed = None
+    for step in steps(run, run.config["until"]):
+        resumed = step.number - 1 if resumed is None else resumed
+        if step.number in spoilt.get(str(resumed), ()):
+            step.log(loss=float("nan"))
+
+
 def too_large_for(run: elastic.Run) -> None:
     """Rank 0 runs out of CUDA memory in the first step at this size, as if it had a GPU."""
     for _ in steps(run, 30):

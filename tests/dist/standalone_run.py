@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -196,6 +197,8 @@ def _train(run: Run, seen: dict[str, Any]) -> None:
             logits = model(x)
             loss = nn.functional.cross_entropy(logits, batch["labels"], reduction="sum")
             loss = loss / step.num_valid_tokens
+            if step.number in recipe.extra.get("spoilt", {}).get(seen["resumed"], ()):
+                loss = loss * math.nan
             loss.backward()
             step.log(loss=loss)
         step.grad_norm = clip_grad_norm_(model.parameters(), 1.0)

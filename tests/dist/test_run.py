@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,55 @@ def test_bad_newest_checkpoint_is_passed_by_once(tmp_path: Path, kind: str):  # 
         assert "expected xxh3_128:" in quarantined[0].reason
         aside = Path(recipe.root, "checkpoints/quarantine")
         assert "xxh3_128" in next(aside.glob("step-20-*/REASON")).read_text()
+
+
+SPOILT = "the loss of step 22 is nan, 2 steps after the checkpoint of step 20 was loaded"
+
+
+def told(root: str) -> list[tuple[str, int]]:
+    kinds = ("resumed", "checkpoint_suspect", "checkpoint_trusted")
+    return [(e.kind, e.step) for e in read_ledger(Filesystem.at(root)) if e.kind in kinds]
+
+
+def test_a_loss_that_is_not_finite_after_a_load_makes_the_checkpoint_suspect(tmp_path: Path):
+    recipe = Recipe(root=f"{tmp_path}/run", until=20)
+    run(2, recipe)
+    # Spoilt is what is trained from step 20 as it was saved first, in the second step of it.
+    spoilt = dataclasses.replace(recipe, until=30, extra={"spoilt": {20: [22]}})
+    with pytest.raises(RankFailed, match=f"CheckpointSuspect: {SPOILT}"):
+        run(2, spoilt)
+    assert [rank["resumed"] for rank in run(3, spoilt)] == [10] * 3
+    assert all(map(math.isfinite, curve(recipe.root)))
+    assert told(recipe.root) == [("resumed", 20), ("checkpoint_suspect", 20), ("resumed", 10)]
+    # It was saved anew meanwhile, and that one counts.
+    assert [rank["resumed"] for rank in run(1, dataclasses.replace(recipe, until=31))] == [30]
+
+
+def test_the_same_loss_from_the_checkpoint_before_ends_the_run(tmp_path: Path):
+    recipe = Recipe(root=f"{tmp_path}/run", until=20)
+    run(2, recipe)
+    spoilt = dataclasses.replace(recipe, until=30, extra={"spoilt": {20: [22], 10: [22]}})
+    with pytest.raises(RankFailed, match="CheckpointSuspect"):
+        run(2, spoilt)
+    with pytest.raises(RankFailed, match=r"LossNotFinite: .* the bytes are not the cause"):
+        run(2, spoilt)
+    assert told(recipe.root)[1:] == [
+        ("checkpoint_suspect", 20),
+        ("resumed", 10),
+        ("checkpoint_trusted", 20),
+    ]
+    assert catalog(recipe.root).complete_steps() == [0, 10, 20]
+    mended = dataclasses.replace(recipe, until=22)
+    assert [rank["resumed"] for rank in run(2, mended)] == [20, 20]
+
+
+@pytest.mark.thorough
+def test_a_loss_that_goes_wrong_later_suspects_nothing(tmp_path: Path):
+    recipe = Recipe(root=f"{tmp_path}/run", until=20)
+    run(2, recipe)
+    spoilt = dataclasses.replace(recipe, until=26, extra={"spoilt": {20: [24]}})
+    assert [rank["step"] for rank in run(2, spoilt)] == [26, 26]
+    assert told(recipe.root) == [("resumed", 20)]
 
 
 def damage(path: Path, kind: str) -> None:

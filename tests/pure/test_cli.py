@@ -416,6 +416,7 @@ def test_checkpoints_in_json_have_exactly_the_fields_that_were_promised(run: ARu
             "generation": 0,
             "path": "checkpoints/step-30",
             "reason": "",
+            "suspect": "",
         }
     ]
 

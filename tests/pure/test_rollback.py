@@ -144,6 +144,7 @@ def test_the_verb_answers_in_json(run: ARun) -> None:
     assert json.loads(result.stdout) == {
         "to_step": 30,
         "set_aside": {"40": "checkpoints/quarantine/step-40-0"},
+        "trusted": False,
     }
 
 
