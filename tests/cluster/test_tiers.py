@@ -20,6 +20,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_a_worker_that_died_resumes_from_its_nodes_disk(
     one_node: LocalCluster, tmp_path: Path
