@@ -98,18 +98,16 @@ class SteadyStore:
         self._steadily("write_bytes", path, write, num_bytes=len(data), changes=True)
 
     def create_new(self, path: str, data: bytes) -> bool:
-        has_failed = False
+        tries = 0
 
         def create() -> bool:
-            nonlocal has_failed
-            try:
-                if self.inner.create_new(path, data):
-                    return True
-                # A client of an object store may have tried again by itself, and said nothing.
-                return (has_failed or self.scheme != "") and self._holds(path, data)
-            except BaseException:
-                has_failed = True
-                raise
+            nonlocal tries
+            tries += 1
+            is_again = tries > 1
+            if self.inner.create_new(path, data):
+                return True
+            # A client of an object store may have tried again by itself, and said nothing.
+            return (is_again or self.scheme != "") and self._holds(path, data)
 
         return self._steadily("create_new", path, create, num_bytes=len(data), changes=True)
 
@@ -127,17 +125,14 @@ class SteadyStore:
         return self._steadily("open_append", path, lambda: self.inner.open_append(path))
 
     def rename(self, src: str, dst: str) -> None:
-        has_failed = False
+        tries = 0
 
         def move() -> None:
-            nonlocal has_failed
-            if has_failed and self.inner.entry(src) is None and self.inner.entry(dst) is not None:
+            nonlocal tries
+            tries += 1
+            if tries > 1 and self.inner.entry(src) is None and self.inner.entry(dst) is not None:
                 return
-            try:
-                self.inner.rename(src, dst)
-            except BaseException:
-                has_failed = True
-                raise
+            self.inner.rename(src, dst)
 
         self._steadily("rename", src, move, changes=True)
 

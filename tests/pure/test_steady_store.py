@@ -423,6 +423,22 @@ def test_a_rename_whose_answer_was_lost_is_done(tmp_path: Path) -> None:
         fs.rename("attempt", "step-2")
 
 
+def test_a_rename_that_came_late_is_done(tmp_path: Path) -> None:
+    before, hanging = retries["rename"], Hanging("rename")
+    patience = Patience(call_s=0.3, tries=2, first_wait_s=0.001, longest_wait_s=0.002)
+    fs = Filesystem(SteadyStore(StruckStore(LocalStore(), hanging), patience), str(tmp_path))
+    fs.write_bytes("attempt/shard", b"x")
+
+    def free_at_the_second_try() -> None:
+        while retries["rename"] == before:
+            time.sleep(0.001)
+        hanging.free.set()
+
+    threading.Thread(target=free_at_the_second_try).start()
+    fs.rename("attempt", "step-1")
+    assert fs.read_bytes("step-1/shard") == b"x"
+
+
 def test_a_read_goes_on_where_it_broke_off() -> None:
     content = bytes(range(256)) * 20
     plain = Filesystem(ObjectStore("memory"), uuid.uuid4().hex)
