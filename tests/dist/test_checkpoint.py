@@ -35,6 +35,7 @@ from elastic.training.checkpoint import (
     WriteFailed,
     describe,
     load,
+    unchecked,
     verify_share,
 )
 from elastic.training.loading import agree, read_tensors
@@ -294,6 +295,18 @@ def test_damage_is_found_and_named(  # B14 B24
     tracked, _ = built(sharded=False)
     with pytest.raises(CheckpointCorrupt, match=name):
         load(fs(tmp_path), "step-2", manifest, tracked)
+
+
+def test_what_no_rank_checks_as_it_reads_is_named(checkpoint: Checkpoint) -> None:
+    _, _, manifest = checkpoint
+    assert [file.path for file in unchecked(manifest, 1)] == ["rank-1.json"]
+    assert unchecked(manifest, 2) == unchecked(manifest, 3) == []
+    whole = [
+        FileDigest(path=file.path, bytes=file.bytes, digest="sha256:00") for file in manifest.files
+    ]
+    older = dataclasses.replace(manifest, format_version=1, files=whole)
+    names = {file.path for file in unchecked(older, 2)}
+    assert names == {"__0_0.distcp", "__1_0.distcp"}
 
 
 def test_the_files_are_shared_out_over_the_ranks(

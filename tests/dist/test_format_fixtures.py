@@ -16,7 +16,7 @@ from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
 from elastic.training.checkpoint import load
 from elastic.training.state import TrackedState
-from tests.dist.processes import run_ranks
+from tests.dist.processes import RankFailed, run_ranks
 from tests.dist.standalone_run import Recipe, catalog, run, sharded_model
 from tests.format_fixture import DISK, FIXTURES, expected_of, unpacked
 
@@ -57,6 +57,21 @@ def test_a_checkpoint_loads_into_the_model(fixture: Path, world_size: int, tmp_p
         assert found["counters"] == {"step": 3, "samples": 36, "tokens": 36, "epoch": 0}
         assert found["tracked"] == {"calls": 3, "lr": [pytest.approx(1e-2 * 0.99**3)]}
         assert found["rng"] and {"python", "numpy"} <= set(found["rng"])
+
+
+@every_fixture
+def test_a_flipped_byte_is_found_before_anything_is_trained(fixture: Path, tmp_path: Path) -> None:
+    root = unpacked(fixture, tmp_path)
+    run_file = json.loads((root / "run.json").read_text())
+    identity = {key: value for key, value in run_file["identity"].items() if key != "seed"}
+    spec = {"identity": identity, "config": run_file["config"]}
+    shard = root / "checkpoints/step-3/__1_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    found = r"no checkpoint with sound bytes is left.*__1_0.distcp: expected (sha256|xxh3_128):"
+    with pytest.raises(RankFailed, match=found):
+        run(2, Recipe(root=str(root), until=5, keep=1, dtype="float32", spec=spec))
 
 
 @every_fixture
