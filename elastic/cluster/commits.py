@@ -112,8 +112,8 @@ class Commits:
         await self.in_order(lambda: self._catalog.sweep(generation))
 
     async def highest(self) -> int | None:
-        """The step of the highest complete checkpoint, protected from now on; None without any."""
-        found = await self.in_order(self._catalog.highest)
+        """The step of the checkpoint to resume, protected from now on; None without any."""
+        found = await self.in_order(lambda: highest_trusted(self._catalog))
         self._protected = set() if found is None else {found.step}
         return None if found is None else int(found.step)
 

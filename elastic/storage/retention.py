@@ -47,9 +47,10 @@ def make_room(
 ) -> list[int]:
     """Steps that were removed since `step`, which could not be saved, would have them removed.
 
-    As `apply`, but before that save is there: the newest complete checkpoint stays in any case.
+    As `apply`, but before that save is there: the newest that is complete, and not suspect, stays
+    in any case.
     """
-    steps = catalog.complete_steps()
+    steps = trusted_steps(catalog)
     going = policy.to_remove([*steps, step], {*protected, *steps[-1:]})
     removed = []
     for old in going:

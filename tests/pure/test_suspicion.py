@@ -132,7 +132,8 @@ def test_suspects_are_not_counted_among_those_that_are_kept(catalog: Catalog) ->
         90: "the newest",
         100: "suspect",
     }
-    assert retention.apply(catalog, Retention(keep=1), set()) == [80]
+    assert retention.make_room(catalog, Retention(keep=1), 95, set()) == [80]
+    assert retention.apply(catalog, Retention(keep=1), set()) == []
     assert catalog.complete_steps() == [90, 100]
 
 
