@@ -13,7 +13,7 @@ from elastic.cluster.notices.sources import checked
 from elastic.policy.budgets import check_by_cause
 from elastic.policy.durations import parse_duration_s
 from elastic.policy.hangs import HangLimits
-from elastic.policy.mesh import Mesh
+from elastic.policy.mesh import Mesh, checked_mesh
 from elastic.policy.saves import AUTO, SaveInterval
 from elastic.policy.strikes import StrikeRules
 from elastic.training.foreign import check_trust
@@ -97,6 +97,7 @@ class ElasticConfig:
     env_vars: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        checked_mesh(self.mesh)
         check_trust(self.load_from, self.trust_foreign)
         SaveInterval.parse(self.save_every)
         try:

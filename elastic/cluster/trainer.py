@@ -130,6 +130,7 @@ class ElasticTrainer(TorchTrainer):
             collective_timeout_s=self.elastic_config.collective_timeout_s,
             use_cuda=bool(self.scaling_config.use_gpu),
             mesh=self.elastic_config.mesh,
+            accept_changes=tuple(self.elastic_config.accept_changes),
             load_from=self.elastic_config.load_from,
             local=self.elastic_config.local,
         )

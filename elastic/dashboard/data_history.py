@@ -48,8 +48,28 @@ class Stretch:
 
     @property
     def world_size(self) -> int:
-        """Ranks that share a global batch."""
+        """All ranks of the generation."""
+        return self.num_parts * self.tensor
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a global batch, each of which one rank or one tensor-parallel group reads."""
         return int(self.facts["world_size"])
+
+    @property
+    def tensor(self) -> int:
+        """Ranks of a tensor-parallel group, which read the same."""
+        return int(self.facts.get("tensor", 1))
+
+    @property
+    def loader(self) -> str:
+        """The name of the loader whose steps these are."""
+        return str(self.facts.get("loader", "data"))
+
+    @property
+    def other_loaders(self) -> list[str]:
+        """Those that the run had beside it, of which nothing is known here."""
+        return [str(name) for name in self.facts.get("other_loaders", [])]
 
     def position(self, step: int) -> int:
         """The position of the first sample of a step."""
@@ -79,14 +99,15 @@ class Stretch:
         samples = self.samples(step)
         micro_batch = int(self.facts["micro_batch"])
         spans = (
-            micro_batches(self.global_batch, micro_batch, self.world_size, rank)
+            micro_batches(self.global_batch, micro_batch, self.num_parts, rank // self.tensor)
             for rank in range(self.world_size)
         )
         return [[samples[begin:end] for begin, end in of_rank if begin < end] for of_rank in spans]
 
     def way(self, step: int) -> dict[str, Any]:
         """All that decides what the steps from this one on use: equal ways, equal samples."""
-        passed_over = {"micro_batch", "world_size", "dataset", "loader"}
+        passed_over = {"micro_batch", "world_size", "tensor", "dataset"}
+        passed_over |= {"loader", "other_loaders", "accepted"}
         told = {key: value for key, value in self.facts.items() if key not in passed_over}
         if not told.get("shuffle", True):
             del told["seed"]
@@ -116,11 +137,16 @@ class DataHistory:
         self._begun: dict[int, int] = {}
         self._reached: dict[int, int] = {}
         self._stale: dict[int, int] = {}
+        self._finished: int | None = None
         for event in events:
             self._add(event)
 
     def _add(self, event: LedgerEvent) -> None:
         generation = event.generation
+        if event.kind == "run_finished":
+            self._finished = event.step
+        elif event.kind in _BEGINS:
+            self._finished = None
         if generation < 0 or event.kind not in _REACHED:
             return
         if event.kind in _BEGINS:
@@ -143,6 +169,17 @@ class DataHistory:
         newest = max(self._begun, default=None)
         return 0 if newest is None else max(0, self._reached[newest])
 
+    @property
+    def loaders(self) -> list[str]:
+        """Those whose steps are told, by name."""
+        return sorted({stretch.loader for stretch in self._stretches})
+
+    @property
+    def untold_loaders(self) -> list[str]:
+        """Those of which no more is known than that the run has them."""
+        found = {name for stretch in self._stretches for name in stretch.other_loaders}
+        return sorted(found - {*self.loaders})
+
     def uses(self, step: int) -> list[StepUse]:
         """What generations have used in this step, or were at when they ended; oldest first."""
         found: dict[int, Stretch] = {}
@@ -151,11 +188,36 @@ class DataHistory:
                 found[stretch.generation] = stretch
         return [self._use(stretch, step) for _, stretch in sorted(found.items())]
 
-    def use(self, step: int) -> StepUse:
+    def use(self, step: int, loader: str | None = None) -> StepUse:
         """What counts for this step: what it used, or will use as things stand.
 
-        What a newest generation has not told yet is taken from the one before. Raises NotRecorded.
+        What a newest generation has not told yet is taken from the one before. Raises NotRecorded,
+        also where the step is not one of `loader`.
         """
+        if self._finished is not None and step > self._finished:
+            raise NotRecorded(f"the run has finished at step {self._finished}: no step {step}")
+        found = self._found(step)
+        self.check_loader(loader)
+        if loader not in (None, found.stretch.loader):
+            raise NotRecorded(
+                f"step {step} is one of loader {found.stretch.loader!r}, not of {loader!r}"
+            )
+        return found
+
+    def check_loader(self, loader: str | None) -> None:
+        """Raises NotRecorded for one of which nothing is told; None stands for any."""
+        if loader is None or loader in self.loaders:
+            return
+        known = ", ".join(map(repr, self.loaders)) or "none"
+        there = (
+            f"of loader {loader!r} only that there is one: run.steps was not given it, so that "
+            "none of its samples belong to a step"
+            if loader in self.untold_loaders
+            else f"nothing of a loader {loader!r}"
+        )
+        raise NotRecorded(f"its ledger tells {there}. It tells what was read of: {known}")
+
+    def _found(self, step: int) -> StepUse:
         for first, last, stretch in reversed(self._current()):
             if first <= step <= last:
                 return self._use(stretch, step)
@@ -173,11 +235,15 @@ class DataHistory:
             counts=all(step <= begun for begun in newer),
         )
 
-    def stretches(self) -> list[tuple[int, int, Stretch]]:
-        """(first step, last step, stretch) of all finished steps that count and are recorded."""
+    def stretches(self, loader: str | None = None) -> list[tuple[int, int, Stretch]]:
+        """(first step, last step, stretch) of all finished steps that count and are recorded.
+
+        With `loader` those of this one alone.
+        """
         found = [
             (first, min(last, self._reached[stretch.generation]), stretch)
             for first, last, stretch in self._current()
+            if loader in (None, stretch.loader)
         ]
         return [one for one in found if one[0] <= one[1]]
 

@@ -5,7 +5,7 @@ Pure. Must import neither ray nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,10 @@ class Comparison:
     """How many these are."""
     last_step_a: int
     last_step_b: int
+    loaders: list[str]
+    """Whose steps these are."""
+    other_loaders: list[str]
+    """That a run has as well, and that were not compared."""
     differences: list[Difference]
 
     @property
@@ -47,11 +51,14 @@ class Comparison:
         return not self.differences
 
 
-def compare(a: DataHistory, b: DataHistory) -> Comparison:
-    """Step by step: the same samples in the same order, whoever read them."""
+def compare(a: DataHistory, b: DataHistory, loader: str | None = None) -> Comparison:
+    """Step by step: the same samples in the same order, whoever read them.
+
+    With `loader` in its steps alone.
+    """
     differences: list[Difference] = []
     num_steps = 0
-    for first, last, left, right in _overlaps(a.stretches(), b.stretches()):
+    for first, last, left, right in _overlaps(a.stretches(loader), b.stretches(loader)):
         num_steps += last - first + 1
         parted = _parted(first, last, left, right)
         if parted is None:
@@ -69,8 +76,15 @@ def compare(a: DataHistory, b: DataHistory) -> Comparison:
         num_steps=num_steps,
         last_step_a=a.last_step,
         last_step_b=b.last_step,
+        loaders=[loader] if loader else sorted({*a.loaders, *b.loaders}),
+        other_loaders=sorted({*_unread(a, loader), *_unread(b, loader)}),
         differences=differences,
     )
+
+
+def _unread(history: DataHistory, loader: str | None) -> list[str]:
+    told = history.loaders if loader else []
+    return [name for name in [*told, *history.untold_loaders] if name != loader]
 
 
 def _overlaps(
@@ -110,6 +124,7 @@ def compared_text(found: Comparison, a: str, b: str) -> str:
     """Of `compare`, for people; `a` and `b` name the runs."""
     lines = [f"A: {plain(a)}, to step {found.last_step_a}"]
     lines.append(f"B: {plain(b)}, to step {found.last_step_b}")
+    lines += _of_loaders(found.loaders, found.other_loaders)
     if found.agree:
         return "\n".join([*lines, f"the same samples in each of {found.num_steps} common steps"])
     for one in found.differences[:_MOST_LINES]:
@@ -119,6 +134,20 @@ def compared_text(found: Comparison, a: str, b: str) -> str:
         lines += [f"  {plain(why)}" for why in one.why]
     rest = len(found.differences) - _MOST_LINES
     return "\n".join([*lines, *([f"and {rest} more"] if rest > 0 else [])])
+
+
+def _of_loaders(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    """A line where there is more than one loader to think of."""
+    if len(names) + len(others) < 2:
+        return []
+    told = f"of the loader{'s' if len(names) > 1 else ''} {_quoted(names)}"
+    if others:
+        told += f"; {_quoted(others)} not among it"
+    return [plain(told)]
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)
 
 
 def use_json(use: StepUse, others: Sequence[StepUse]) -> dict[str, Any]:
@@ -131,6 +160,9 @@ def use_json(use: StepUse, others: Sequence[StepUse]) -> dict[str, Any]:
         "counts": use.counts,
         "generation": stretch.generation,
         "world_size": stretch.world_size,
+        "tensor": stretch.tensor,
+        "loader": stretch.loader,
+        "other_loaders": stretch.other_loaders,
         "position": stretch.position(step),
         "samples": samples,
         "ranks": [
@@ -162,7 +194,8 @@ def use_text(use: StepUse, others: Sequence[StepUse]) -> str:
     lines = [
         f"step {use.step}{state}",
         plain(f"{what}: {where}"),
-        f"generation {told['generation']}, world size {told['world_size']}",
+        f"generation {told['generation']}, world size {told['world_size']}{_groups(told)}",
+        *_of_loaders([told["loader"]], told["other_loaders"]),
     ]
     rows = [
         [str(rank["rank"]), " | ".join(_ids(batch, epochs) for batch in rank["micro_batches"])]
@@ -175,6 +208,12 @@ def use_text(use: StepUse, others: Sequence[StepUse]) -> str:
         where = f"generation {other['generation']}, world size {other['world_size']}"
         lines += ["", f"{where}{done}: {same}"]
     return "\n".join(lines)
+
+
+def _groups(told: Mapping[str, Any]) -> str:
+    if told["tensor"] == 1:
+        return ""
+    return f", in tensor-parallel groups of {told['tensor']} that read the same"
 
 
 def _ids(samples: Sequence[Sample], epochs: Sequence[int]) -> str:

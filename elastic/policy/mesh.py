@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 
@@ -103,10 +104,13 @@ class Mesh:
         Raises `ValueError` where `fits` is false.
         """
         if not self.fits(world_size):
-            used = self.largest(world_size)
+            workers = "1 worker" if world_size == 1 else f"{world_size} workers"
+            below = self.largest(max(0, world_size))
+            before = f"the number before is {below}, and " if below else ""
             raise ValueError(
-                f"{world_size} workers cannot be laid out as {self}: the largest number below is "
-                f"{used}. Take another number of workers, or another Mesh(shard=, tensor=)"
+                f"{workers} cannot be laid out as {self}: {before}the next number is "
+                f"{self.smallest(max(1, world_size))}. Take another number of workers, or another "
+                "Mesh(shard=, tensor=)"
             )
         data = world_size // self.tensor
         shard = data if self.shard is None else min(data, self.shard)
@@ -144,3 +148,14 @@ class Mesh:
         if self.tensor > 1:
             groups.append(f"tensor-parallel groups of {self.tensor}")
         return " x ".join(groups) or "one shard group"
+
+
+def checked_mesh(mesh: Any) -> Mesh:
+    """The same mesh. Raises TypeError for what is none."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            "mesh must be an elastic.Mesh, such as elastic.Mesh(shard=8, tensor=2), which says how "
+            f"workers are laid out at any number of them; found {mesh!r} of type "
+            f"{type(mesh).__name__}"
+        )
+    return mesh

@@ -130,7 +130,8 @@ class IdentityMismatch(Exception):
         return (
             f"the run {self.url} was begun with another configuration: "
             f"{'; '.join(self.differing)}. Use another name for a new run, or accept a change "
-            "by its field (--accept-change FIELD)"
+            'by its field (--accept-change FIELD, or accept_changes=["FIELD"] in ElasticConfig and '
+            "run_standalone)"
         )
 
 

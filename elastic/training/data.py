@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elastic.training.order import micro_batches
-from elastic.training.order_choice import BEFORE_BLOCKS
+from elastic.training.order_choice import BEFORE_BLOCKS, changed_batch, check_reading
 from elastic.training.padding import IGNORED_LABEL, describe, ignore_labels, labels_of
 from elastic.training.reader import (
     Collate,
@@ -77,6 +77,8 @@ class GlobalLoader:
     count_tokens: valid tokens of a batch. Default: labels other than -100; with `pad` given and no
         labels, the number of samples
     device: where batches are put; on CUDA from pinned memory, without waiting
+    name: for messages
+    accepted: fields that may differ from those of `state`, of which `global_batch` counts here
 
     An iterable gives the same samples in the same order each time that it is iterated, on every
     rank; `shuffle` does not apply. When it ends its next pass begins, after
@@ -86,8 +88,8 @@ class GlobalLoader:
     slow belongs into `collate`, which sees that part only.
 
     Raises ValueError for numbers that make no step, a dataset without length or with fewer samples
-    than one global batch, another order than `state` says, an iterable that can be read once only
-    or gives nothing, and a padding batch that is not empty or cannot be made.
+    than one global batch, another order or global batch than `state` says, an iterable that can be
+    read once only or gives nothing, and a padding batch that is not empty or cannot be made.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class GlobalLoader:
         pad: Callable[[Any], Any] | None = None,
         count_tokens: Callable[[Any], int] | None = None,
         device: torch.device | str | None = None,
+        name: str = "data",
+        accepted: Sequence[str] = (),
     ) -> None:
         _check_numbers(global_batch, micro_batch, world_size, samples_done, num_workers)
         self.global_batch = global_batch
@@ -117,14 +121,19 @@ class GlobalLoader:
         self._num_workers = num_workers
         collate = collate or default_collate
         source: Any = dataset
+        been = (state or {}) if samples_done else {}
+        check_reading(name, been, by_count=is_stream(source))
+        self.change = changed_batch(name, been, global_batch, accepted)
+        """What has changed since `state`, and was accepted, in words; "" for nothing."""
         self._reading: Reading
         if is_stream(source):
-            told = {"passes": ()} if samples_done == 0 else state or {}
+            _check_no_window(window)
+            told = been if samples_done else {"passes": ()}
             self._reading = ByCount(source, collate, seed, told)
         else:
             _check_length(source, global_batch)
             began = _began(samples_done, state)
-            self._reading = ByIndex(source, collate, seed, shuffle, window, began)
+            self._reading = ByIndex(source, collate, seed, shuffle, window, began, name)
         self._dataset_name = type(dataset).__qualname__
         self._pad = pad or ignore_labels
         self._count_tokens = count_tokens
@@ -146,7 +155,8 @@ class GlobalLoader:
     @property
     def state(self) -> dict[str, Any]:
         """Where a loader is to begin that goes on from `position`: plain values."""
-        return {"samples": self._position, **self._reading.state()}
+        told = {"samples": self._position, "global_batch": self.global_batch}
+        return {**told, **self._reading.state()}
 
     @property
     def place(self) -> int:
@@ -288,8 +298,9 @@ def _began(samples_done: int, state: Mapping[str, Any] | None) -> Mapping[str, A
 def _check_numbers(
     global_batch: int, micro_batch: int, world_size: int, samples_done: int, num_workers: int
 ) -> None:
-    if micro_batch < 1:
-        raise ValueError(f"micro_batch must be 1 sample or more, found {micro_batch}")
+    for name, number in (("micro_batch", micro_batch), ("global_batch", global_batch)):
+        if number < 1:
+            raise ValueError(f"{name} must be 1 or more, found {number}")
     if global_batch < world_size:
         raise ValueError(
             f"a global batch of {global_batch} samples leaves some of {world_size} ranks without a "
@@ -299,6 +310,14 @@ def _check_numbers(
         raise ValueError(
             "samples_done and num_workers must be 0 or more, "
             f"found {samples_done} and {num_workers}"
+        )
+
+
+def _check_no_window(window: int | None) -> None:
+    if window is not None:
+        raise ValueError(
+            f"window={window} says how far samples are shuffled, and an iterable comes in its own "
+            "order: leave window= out"
         )
 
 

@@ -6,12 +6,14 @@ handed out for a step that is dropped, or read ahead, is not trained. Must not i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic.policy.mesh import TENSOR, MeshShape
 from elastic.training.agreement import Agreement
 from elastic.training.coordinator import Coordinator
 from elastic.training.data import GlobalLoader
+from elastic.training.membership import Membership
 from elastic.training.passes import is_foretold
 
 
@@ -22,10 +24,18 @@ class SourcesDiffer(ValueError):
 class Loaders:
     """Named loaders, each at its own position."""
 
-    def __init__(self, coordinator: Coordinator, *, is_told: bool) -> None:
-        """`is_told`: this rank tells the driver what is read."""
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        member: Membership,
+        shape: MeshShape,
+        accepted: Sequence[str] = (),
+    ) -> None:
+        """For `accepted` see `GlobalLoader`."""
         self._coordinator = coordinator
-        self._is_told = is_told
+        self._is_told = member.world_rank == 0  # this rank tells the driver what is read
+        self._shape = shape
+        self._accepted = accepted
         self._open: dict[str, GlobalLoader] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._has_names = True
@@ -38,7 +48,7 @@ class Loaders:
         self._states = dict(plain.get("loaders", {}))
 
     def start(self, name: str, samples: int) -> dict[str, Any]:
-        """`samples_done` and `state` of the loader of this name, in a run that has done `samples`.
+        """What a `GlobalLoader` of this name is made with, in a run that has done `samples`.
 
         Raises ValueError for a name that is taken.
         """
@@ -47,10 +57,11 @@ class Loaders:
                 f"run.loader was called for a second loader with the name {name!r}: make a loader "
                 "once, and give each one a name of its own, as in run.loader(..., name='second')"
             )
+        start: dict[str, Any] = {"name": name, "accepted": self._accepted}
         if not self._has_names:
-            return {"samples_done": samples, "state": {}}
+            return {**start, "samples_done": samples, "state": {}}
         state = self._states.get(name, {"samples": 0})
-        return {"samples_done": state["samples"], "state": state}
+        return {**start, "samples_done": state["samples"], "state": state}
 
     def add(self, name: str, loader: GlobalLoader) -> GlobalLoader:
         """A loader that was made as `start` says."""
@@ -118,14 +129,22 @@ class Loaders:
     def _tell(self, loader: GlobalLoader, step: int, position: int) -> None:
         self._told = loader.facts(position)
         if self._is_told:
-            facts = {**self._told, "loader": self._name(loader)}
+            name = self._name(loader)
+            facts = {**self._told, "loader": name, "tensor": self._shape[TENSOR]}
+            facts["other_loaders"] = [other for other in self._open if other != name]
+            if loader.change:
+                facts["accepted"] = loader.change
             told = {"step": step, "reason": _in_words(facts), "facts": facts}
             self._coordinator.notify("data_read", told)
 
 
 def _in_words(facts: Mapping[str, Any]) -> str:
-    ranks = "1 rank" if facts["world_size"] == 1 else f"{facts['world_size']} ranks"
+    num_ranks = facts["world_size"] * facts["tensor"]
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    if facts["tensor"] > 1:
+        ranks += f" in tensor-parallel groups of {facts['tensor']}"
+    accepted = f"; accepted: {facts['accepted']}" if "accepted" in facts else ""
     return (
         f"{facts['dataset']} from sample {facts['samples_done']} on, {facts['global_batch']} a step"
-        f", over {ranks}"
+        f", over {ranks}{accepted}"
     )

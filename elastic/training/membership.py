@@ -57,6 +57,8 @@ class TrainingConfig:
     use_cuda: bool = False
     mesh: Mesh = field(default_factory=Mesh)
     """How the ranks are laid out, at any world size."""
+    accept_changes: tuple[str, ...] = ()
+    """Fields that may differ from those the run was begun with: `global_batch` counts."""
     load_from: str | None = None
     """Where the model's weights come from when the run is at step 0; None leaves them as built."""
     local: str | None = None

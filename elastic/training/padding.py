@@ -41,8 +41,10 @@ def ignore_labels(batch: Any) -> Any:
     if labels is None:
         raise ValueError(
             "cannot make a padding micro-batch: expected a dict with integer 'labels' or a pair "
-            f"(inputs, integer labels), found {describe(batch)}. Pass pad=, a function that takes "
-            "a batch and returns it with nothing valid for your loss, and count_tokens= to match"
+            f"(inputs, integer labels), found {describe(batch)}. At a world size that does not "
+            "divide the global batch some ranks have fewer samples, and run such a batch instead, "
+            "or the others would wait for them for ever. Pass pad=, a function that takes a batch "
+            "and returns it with nothing valid for your loss, and count_tokens= to match"
         )
     ignored = torch.full_like(labels, IGNORED_LABEL)
     if isinstance(batch, Mapping):

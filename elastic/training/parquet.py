@@ -62,6 +62,7 @@ class ParquetTokens(TokenRow):
         self.num_threads = 1 if self._files.is_local else REMOTE_THREADS
         self._batch_rows = _FLAT_ROWS if all(map(pa.types.is_integer, self._kinds)) else _LISTS
         self._token_dtype = _common_dtype(self._kinds, end_of_text)
+        self.file_facts = self._files.facts(self._files.sizes)
         self._first_groups = merged(self._files.sizes, BLOCK_TOKENS)
         group_starts = np.concatenate(([0], np.cumsum(self._files.sizes, dtype=np.int64)))
         self._lies_in(group_starts[self._first_groups], self._files.url, f" in column {column!r}")

@@ -62,7 +62,7 @@ class Reading(Protocol):
 class ByIndex:
     """A map-style dataset: its order is computed where it is read, so only which one it is is kept.
 
-    For `window` and `began` see `choose`, whose errors are raised.
+    For `window`, `began` and `name` see `choose`, whose errors are raised.
     """
 
     place = 0
@@ -75,11 +75,14 @@ class ByIndex:
         shuffle: bool,
         window: int | None,
         began: Mapping[str, Any] | None,
+        name: str,
     ) -> None:
         self.num_samples = len(dataset)
         self.reader = Reader(dataset, collate, seed)
-        self._stream = choose(dataset, seed=seed, shuffle=shuffle, window=window, began=began)
-        self._order = facts(self._stream)
+        self._stream = choose(
+            dataset, seed=seed, shuffle=shuffle, window=window, began=began, name=name
+        )
+        self._order = facts(self._stream, dataset)
         self._ahead: tuple[int, list[Key]] = (0, [])
 
     def begin(self, position: int) -> None:

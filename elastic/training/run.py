@@ -81,7 +81,7 @@ class Run:
         self._coordinator = coordinator
         self._groups = groups
         self._kept = kept
-        self._loaders = Loaders(coordinator, is_told=member.world_rank == 0)
+        self._loaders = Loaders(coordinator, member, groups.shape, config.accept_changes)
         self._state: TrackedState | None = None
         self._rng: Callable[[], None] | None = None
         self._last_step_s = 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
@@ -27,6 +28,8 @@ from elastic.training.coordinator import CommitResult, Coordinator, Orders, Refo
 from elastic.training.membership import Membership, TrainingConfig
 from elastic.training.process_group import Groups
 from elastic.training.run import Run
+
+logger = logging.getLogger("elastic")
 
 _START_S = 600.0
 
@@ -61,6 +64,7 @@ def train_standalone(
         Exception: whatever `train` raises.
     """
     launcher = launcher or Launcher()
+    config = dataclasses.replace(config, accept_changes=tuple(spec.accepted))
     make_book = functools.partial(Book, config, spec, keep, launcher)
     book, (run_id, generation, resume_step) = _begin(store, make_book, world_rank)
     member = Membership(
@@ -105,6 +109,12 @@ def _train_as(
             book.end("failed", -1 if run is None else run.step, reason)
         raise
     if book is not None:
+        if outcome == "finished" and run.step == member.resume_step:
+            logger.warning(
+                "%s is finished at step %d already: there was nothing to do",
+                config.run_url,
+                run.step,
+            )
         book.end(outcome, run.step, f"all ranks {outcome} at step {run.step}")
     process_group.disconnect()
     return run

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from elastic import versions
 from elastic.policy.durations import parse_duration_s
-from elastic.policy.mesh import Mesh
+from elastic.policy.mesh import Mesh, checked_mesh
 from elastic.policy.retention import Retention
 from elastic.policy.saves import AUTO, SaveInterval
 from elastic.storage.claim import RunSpec, recorded_tiers, run_url
@@ -255,7 +255,7 @@ def run_standalone(
 
     Raises:
         RuntimeError: torchrun has not started this process; `UnsupportedVersion` for another torch.
-        ValueError: something cannot work; says what.
+        ValueError, TypeError: something cannot work; says what.
         LeaseHeld, IdentityMismatch, UnsupportedFormat: on rank 0, `NotStarted` on the others.
     """
     versions.check("torch")
@@ -270,7 +270,7 @@ def run_standalone(
         save_behind=save_behind,
         collective_timeout_s=collective_timeout_s,
         use_cuda=torch.cuda.device_count() >= place.local_world_size,
-        mesh=mesh or Mesh(),
+        mesh=Mesh() if mesh is None else checked_mesh(mesh),
         load_from=load_from,
         local=local,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Job:
     root: str
     train: Callable[[Run, int, Used], None]
     until: int
+    accepted: tuple[str, ...] = ()
 
 
 def run(world_size: int, job: Job) -> Used:
@@ -48,7 +50,7 @@ def _rank(rank: int, world_size: int, job: Job) -> Used:
     train_standalone(
         lambda run: job.train(run, job.until, used),
         TrainingConfig(run_url=job.root, save=SaveInterval(steps=3)),
-        RunSpec(name="loaders", seed=0),
+        RunSpec(name="loaders", seed=0, accepted=job.accepted),
         Retention(keep=-1),
         world_rank=rank,
         world_size=world_size,
@@ -104,6 +106,8 @@ def test_each_loader_goes_on_where_it_was(tmp_path: Path) -> None:
     told = [history(job).use(step).stretch for step in (6, 7, 15)]
     assert [stretch.facts["loader"] for stretch in told] == ["data", "second", "second"]
     assert [index for _, index in told[2].samples(15)] == used[15]
+    assert told[0].other_loaders == ["second", "held out"]
+    assert history(job).untold_loaders == ["held out"]
 
 
 def read_ahead(run: Run, until: int, used: Used) -> None:
@@ -126,6 +130,24 @@ def test_what_a_loop_of_ones_own_has_read_ahead_is_not_trained(tmp_path: Path) -
         used |= run(size, Job(root=job.root, train=read_ahead, until=until))
     assert flat(used) == order(40, 66)
     assert [index for _, index in history(job).use(11).stretch.samples(11)] == used[11]
+
+
+def ever_larger(run: Run, until: int, used: Used) -> None:
+    run.track(counter={"n": 0})
+    loader = run.loader(Numbers(40), global_batch=6 + until, micro_batch=2)
+    for step in run.steps(loader, until=until):
+        used[step.number] = [index for batch in step for index in ids(batch)]
+
+
+def test_another_global_batch_is_refused_and_once_accepted_in_the_ledger(tmp_path: Path) -> None:
+    job = Job(root=f"{tmp_path}/run", train=ever_larger, until=4)
+    used = run(1, job)
+    with pytest.raises(RankFailed, match="GlobalBatchDiffers: global_batch of loader 'data': was"):
+        run(1, dataclasses.replace(job, until=6))
+    used |= run(1, dataclasses.replace(job, until=6, accepted=("global_batch",)))
+    assert flat(used) == order(40, 4 * 10 + 2 * 12)
+    told = [e for e in read_ledger(Filesystem.at(job.root)) if e.kind == "data_read"]
+    assert ["was 10, now 12" in event.reason for event in told] == [False, True]
 
 
 def same_name(run: Run, until: int, used: Used) -> None:

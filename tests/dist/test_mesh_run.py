@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.dashboard.data_history import DataHistory
 from elastic.policy.mesh import Mesh
 from elastic.policy.retention import Retention
 from elastic.policy.saves import SaveInterval
 from elastic.storage.claim import RunSpec
 from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import read_ledger
 from elastic.storage.metrics import current_metrics
 from elastic.training.membership import TrainingConfig
 from elastic.training.run import Run
@@ -128,6 +130,11 @@ def test_the_same_mesh_again_changes_no_bit(tmp_path: Path) -> None:
     reference = run(whole)
     run(dataclasses.replace(parts, until=3))
     ended = run(parts)
+    stretch = DataHistory(read_ledger(Filesystem.at(parts.root))).use(6).stretch
+    assert (stretch.world_size, stretch.tensor) == (2, 2)
+    assert [[i for batch in part for _, i in batch] for part in stretch.split(6)] == [
+        rank["indices"][6] for rank in ended
+    ]
     assert curve(parts.root, "loss") == curve(whole.root, "loss")
     for rank, before in zip(ended, reference, strict=True):
         assert rank["draws"] == {step: before["draws"][step] for step in (4, 5, 6)}

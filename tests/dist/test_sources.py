@@ -15,17 +15,31 @@ import torch
 from torch.utils.data import default_collate
 
 import elastic
+from elastic.policy.mesh import Mesh
 from elastic.training.coordinator import Coordinator
 from elastic.training.data import GlobalLoader
 from elastic.training.loaders import Loaders
+from elastic.training.membership import Membership
 from elastic.training.order import EpochOrder
-from elastic.training.order_choice import OrderDiffers, choose
+from elastic.training.order_choice import GlobalBatchDiffers, OrderDiffers, choose
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
 SEED, LENGTH, WINDOW = 3, 4, 4
+MEMBER = Membership(
+    run_id="run",
+    generation=0,
+    world_rank=1,
+    world_size=2,
+    local_rank=0,
+    local_world_size=1,
+    node_rank=1,
+    store_host="",
+    store_port=0,
+    resume_step=None,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -101,14 +115,57 @@ def test_a_resume_goes_on_in_the_order_it_began_with(dataset: elastic.ParquetTok
     with pytest.raises(OrderDiffers, match=r"blocks in a window of the order: 4 when .* 8 now"):
         loader_of(dataset, samples_done=6, state=loader.state, window=8)
     with pytest.raises(OrderDiffers, match="samples in the dataset: 83 when it began, 50 now"):
-        loader_of([{"labels": 0}] * 50, samples_done=6, state=loader.state)
-    loader_of([{"labels": 0}] * 50, samples_done=0, state=loader.state)
+        loader_of([{"labels": 0}] * 50, samples_done=6, state=loader.state, window=None)
+    loader_of([{"labels": 0}] * 50, samples_done=0, state=loader.state, window=None)
+
+
+def test_a_dataset_is_not_gone_on_with_by_count_nor_the_other_way() -> None:
+    class Stream:
+        def __iter__(self) -> Iterator[dict[str, int]]:
+            yield from items
+
+    items = [{"labels": number} for number in range(50)]
+    for first, then in ((items, Stream()), (Stream(), items)):
+        begun = loader_of(first, window=None)
+        next(iter(begun))
+        resumed = {"samples_done": begun.position, "state": begun.state, "window": None}
+        assert resumed["state"]["samples"] == 6
+        loader_of(first, **resumed)
+        with pytest.raises(OrderDiffers, match=r"loader 'second' began with .* 6 samples"):
+            loader_of(then, name="second", **resumed)
+    with pytest.raises(ValueError, match=r"window=4 .* an iterable comes in its own order"):
+        loader_of(Stream())
+
+
+def test_files_renamed_between_two_lives_are_refused(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"labels": 1}\n' * 20)
+    begun = loader_of(elastic.JsonLines(tmp_path))
+    next(iter(begun))
+    resumed = {"samples_done": begun.position, "state": json.loads(json.dumps(begun.state))}
+    loader_of(elastic.JsonLines(tmp_path), **resumed)
+    (tmp_path / "a.jsonl").rename(tmp_path / "c.jsonl")
+    with pytest.raises(OrderDiffers, match="digest of the names of the files"):
+        loader_of(elastic.JsonLines(tmp_path), **resumed)
+
+
+def test_another_global_batch_is_an_identity_field() -> None:
+    items = [{"labels": number} for number in range(50)]
+    begun = loader_of(items, window=None)
+    next(iter(begun))
+    resumed = {"samples_done": 6, "state": begun.state, "window": None, "global_batch": 5}
+    with pytest.raises(GlobalBatchDiffers, match="of loader 'data': was 6, now 5"):
+        loader_of(items, **resumed)
+    accepted = loader_of(items, **resumed, accepted=("global_batch",))
+    assert accepted.change == "global_batch of loader 'data': was 6, now 5"
+    assert accepted.state["global_batch"] == 5
+    assert not loader_of(items, **{**resumed, "samples_done": 0}).change, "nothing was trained"
 
 
 def test_a_run_from_before_there_were_blocks_keeps_its_order(
     dataset: elastic.ParquetTokens,
 ) -> None:
-    loaders = Loaders(_Silent(), is_told=False)
+    loaders = Loaders(_Silent(), MEMBER, Mesh().shape(2))
     loaders.restored({"counters": {"samples": 12}})
     start = loaders.start("data", 12)
     found = trained(dataset, 3, window=None, **start)

@@ -8,10 +8,12 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from elastic.cluster.elastic_config import ElasticConfig
 from elastic.dashboard.status import read_status
 from elastic.policy.mesh import Mesh
 from elastic.storage.filesystem import Filesystem
@@ -63,9 +65,12 @@ def test_ranks_killed_then_another_size(tmp_path: Path) -> None:
     with torchrun(1, *goes_on, "--quiet") as process:
         code, _, err = finished(process)
     assert code == 0, err
+    with torchrun(1, *goes_on, "--quiet") as process:
+        code, _, err = finished(process)
+    assert code == 0 and err.count("is finished at step 70 already: there was nothing to do") == 1
     broken = summary(tmp_path / "broken.json")
     whole = undisturbed(2, tmp_path, *flags, "--steps", "70")
-    assert broken["world_sizes"] == [2, 2, 2, 1]
+    assert broken["world_sizes"] == [2, 2, 2, 1, 1]
     for name in ("losses", "grad_norms"):
         assert broken[name].keys() == whole[name].keys() == {str(n) for n in range(1, 71)}
         for step, value in whole[name].items():
@@ -179,6 +184,18 @@ def test_a_world_that_no_mesh_can_be_is_refused_before_anything(tmp_path: Path) 
             mesh=Mesh(tensor=2),
             place=PLACE,
         )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, (), "shard"])
+def test_what_is_no_mesh_is_refused_at_once(tmp_path: Path, mesh: Any) -> None:
+    found = f"mesh must be an elastic.Mesh, .* of type {type(mesh).__name__}"
+    with pytest.raises(TypeError, match=found):
+        run_standalone(
+            lambda run: None, name="run", storage_path=str(tmp_path), mesh=mesh, place=PLACE
+        )
+    with pytest.raises(TypeError, match=found):
+        ElasticConfig(mesh=mesh)
     assert not list(tmp_path.iterdir())
 
 

@@ -185,6 +185,23 @@ def test_passes_over_a_source_that_are_not_of_one_length() -> None:
     assert DataHistory(events).use(9).stretch.samples(9) == [(2, 8), (2, 9), (2, 10)]
 
 
+def test_ranks_of_a_tensor_parallel_group_have_read_the_same() -> None:
+    stretch = DataHistory(reads(0, 0, 3, world_size=2, tensor=3)).use(2).stretch
+    assert stretch.world_size == 6
+    plain = DataHistory(reads(0, 0, 3, world_size=2)).use(2).stretch
+    assert stretch.split(2) == [part for part in plain.split(2) for _ in range(3)]
+    assert stretch.samples(2) == plain.samples(2)
+
+
+def test_a_run_that_has_finished_has_no_later_steps() -> None:
+    events = [*reads(0, 0, 30), word("run_finished", 0, 30)]
+    assert DataHistory(events).use(30).is_done
+    with pytest.raises(NotRecorded, match="the run has finished at step 30: no step 31"):
+        DataHistory(events).use(31)
+    gone_on = DataHistory([*events, *reads(1, 30, 35)])
+    assert not gone_on.use(40).is_done, "it was given more steps, and those are foretold"
+
+
 # --- comparison --------------------------------------------------------------------------------
 
 
@@ -234,6 +251,14 @@ def test_what_differs_and_makes_no_difference() -> None:
         [word("started", 0, 0), word("data_read", 0, 0, **known), word("progress", 0, 99)]
     )
     assert compare(by_count, told_later).agree, "the pass ends after all steps"
+
+
+def test_what_makes_no_difference_to_the_samples() -> None:
+    a = DataHistory(reads(0, 0, 40))
+    told = {"loader": "b", "other_loaders": ["c"], "tensor": 2, "accepted": "global_batch"}
+    assert compare(a, DataHistory(reads(0, 0, 40, **told))).agree
+    (first, _, stretch), *_ = DataHistory(reads(0, 0, 40, **told)).stretches()
+    assert stretch.way(first) == a.stretches()[0][2].way(first)
 
 
 # --- the verbs ---------------------------------------------------------------------------------
@@ -293,6 +318,51 @@ def test_show_says_what_it_cannot_tell(tmp_path: Path) -> None:
     assert found.exit_code == 2 and "tells nothing of its data" in found.output
     assert called("show", tmp_path / "none", "--step", 1).exit_code == 2
     assert called("show", run, "--step", 0).exit_code == 2
+
+
+def two_phases() -> list[LedgerEvent]:
+    """Steps to 10 of one loader, then those of another, and a third that no step is of."""
+    others = {"other_loaders": ["held out", "second"]}
+    then = {**FACTS, "loader": "second", "num_samples": 50, "other_loaders": ["data", "held out"]}
+    return [*reads(0, 0, 10, **others), word("data_read", 0, 10, **then), word("progress", 0, 15)]
+
+
+def test_show_of_several_loaders(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", two_phases())
+    text = called("show", run, "--step", 3).stdout
+    assert "of the loader 'data'; 'held out', 'second' not among it" in text
+    found = called("show", run, "--step", 12, "--loader", "second", "--json")
+    told = json.loads(found.stdout)
+    assert (told["loader"], told["other_loaders"]) == ("second", ["data", "held out"])
+    for step, loader, why in (
+        (12, "data", "step 12 is one of loader 'second', not of 'data'"),
+        (3, "held out", "of loader 'held out' only that there is one"),
+        (3, "none", "nothing of a loader 'none'. It tells what was read of: 'data', 'second'"),
+    ):
+        found = called("show", run, "--step", step, "--loader", loader)
+        assert (found.exit_code, why in found.output) == (2, True), found.output
+
+
+def test_diff_of_several_loaders(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", two_phases()), write(tmp_path / "b", two_phases())
+    text = called("diff", a, b).stdout
+    assert "of the loaders 'data', 'second'; 'held out' not among it" in text
+    assert "15 common steps" in text
+    text = called("diff", a, b, "--loader", "second").stdout
+    assert "of the loader 'second'; 'data', 'held out' not among it" in text
+    assert "5 common steps" in text
+    found = called("diff", a, b, "--loader", "held out")
+    assert (found.exit_code, "only that there is one" in found.output) == (2, True)
+
+
+def test_show_of_a_tensor_parallel_run(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", reads(0, 0, 9, world_size=1, tensor=2))
+    text = called("show", run, "--step", 2).stdout
+    assert "world size 2, in tensor-parallel groups of 2 that read the same" in text
+    told = json.loads(called("show", run, "--step", 2, "--json").stdout)
+    assert (told["world_size"], told["tensor"]) == (2, 2)
+    assert [rank["rank"] for rank in told["ranks"]] == [0, 1]
+    assert told["ranks"][0]["micro_batches"] == told["ranks"][1]["micro_batches"]
 
 
 def test_diff(tmp_path: Path) -> None:

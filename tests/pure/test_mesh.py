@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as some
 from elastic.policy import events as e
 from elastic.policy.causes import Cause
 from elastic.policy.fitting import Fitting
-from elastic.policy.mesh import Mesh
+from elastic.policy.mesh import Mesh, checked_mesh
 from elastic.policy.situation import Phase, Rules
 from tests.pure.test_failure_histories import Toy
 from tests.pure.test_policy import Drive
@@ -80,9 +81,27 @@ def test_shapes_as_they_are_told(mesh: Mesh, size: int, told: str) -> None:
     assert str(mesh.shape(size)) == told
 
 
-def test_a_size_that_cannot_be_is_refused_with_the_next_one_below() -> None:
-    with pytest.raises(ValueError, match=r"5 workers cannot .*groups of 2: .* below is 4"):
-        Mesh(tensor=2).shape(5)
+@pytest.mark.parametrize(
+    ("mesh", "size", "told"),
+    [
+        (Mesh(tensor=2), 5, "5 workers cannot .*groups of 2: the number before is 4, .* next .* 6"),
+        (Mesh(tensor=2), 1, "1 worker cannot be laid out as .*groups of 2: the next number is 2"),
+        (Mesh(shard=8), 12, "before is 8, and the next number is 16"),
+        (Mesh(shard=8), 0, "0 workers .*: the next number is 1"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused_with_its_neighbours(
+    mesh: Mesh, size: int, told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        mesh.shape(size)
+
+
+@pytest.mark.parametrize("other", [{"tensor": 2}, (2, 2), None, Mesh, "shard"])
+def test_what_is_no_mesh_is_refused_by_its_type(other: Any) -> None:
+    assert checked_mesh(Mesh(shard=2)) == Mesh(shard=2)
+    with pytest.raises(TypeError, match=f"be an elastic.Mesh, .* type {type(other).__name__}"):
+        checked_mesh(other)
 
 
 @pytest.mark.parametrize("bad", [{"tensor": 0}, {"shard": -1}, {"tensor": True}, {"shard": 1.5}])

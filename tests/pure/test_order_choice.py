@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from elastic.training.block_order import DEFAULT_WINDOW_BLOCKS, Blocks
 from elastic.training.order import stream_of
-from elastic.training.order_choice import BEFORE_BLOCKS, OrderDiffers, choose, facts
+from elastic.training.order_choice import (
+    BEFORE_BLOCKS,
+    GlobalBatchDiffers,
+    OrderDiffers,
+    changed_batch,
+    check_reading,
+    choose,
+    facts,
+)
+from elastic.training.sources.data_files import file_facts
 
 
 class InBlocks:
@@ -46,7 +55,13 @@ def test_a_dataset_that_tells_its_blocks_is_shuffled_through_a_window() -> None:
 
 def test_any_other_dataset_is_shuffled_as_a_whole() -> None:
     assert choose([1] * 1000, seed=1).window is None
-    assert choose([1] * 1000, seed=1, window=5).window is None
+
+
+def test_a_window_that_would_mean_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="window=5 counts blocks, and a list has none"):
+        choose([1] * 1000, seed=1, window=5)
+    with pytest.raises(ValueError, match=r"window=5 .* shuffle=False that they are not"):
+        choose(InBlocks(200), seed=1, window=5, shuffle=False)
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -78,8 +93,70 @@ def test_a_run_from_before_there_were_blocks_keeps_its_order() -> None:
 )
 def test_another_order_is_refused(changed: Any, dataset: Any, expected: str) -> None:
     began = facts(choose(InBlocks(200), seed=1))
+    with pytest.raises(OrderDiffers, match=expected) as refused:
+        choose(dataset, seed=1, began=began, name="mine", **changed)
+    for told in ("loader 'mine'", "shuffle=, window=", "(name=)", "load_from="):
+        assert told in str(refused.value)
+
+
+class OfFiles(InBlocks):
+    """As files would be read: those at `paths` below `url`, holding so much."""
+
+    def __init__(self, paths: list[str], sizes: list[int], url: str = "/data") -> None:
+        super().__init__(10)
+        self.file_facts = file_facts(url, paths, sizes)
+
+
+BEGAN_WITH = OfFiles(["a/x.jsonl", "b.jsonl"], [7, 8])
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        (OfFiles(["a/x.jsonl", "b.jsonl", "c.jsonl"], [7, 8, 0]), r"\(files: 2 when .*, 3 now; "),
+        (OfFiles(["a/x.jsonl", "c.jsonl"], [7, 8]), r"\(digest of the names of the files .*\w"),
+        (OfFiles(["b.jsonl", "a/x.jsonl"], [7, 8]), r"\(digest of the names of the files .*\w"),
+        (OfFiles(["a/x.jsonl", "b.jsonl"], [8, 7]), r"\(digest of how much each file holds.*\w"),
+    ],
+)
+def test_other_files_with_as_many_samples_are_refused(now: OfFiles, expected: str) -> None:
+    began = json.loads(json.dumps(facts(choose(BEGAN_WITH, seed=1), BEGAN_WITH)))
     with pytest.raises(OrderDiffers, match=expected):
-        choose(dataset, seed=1, began=began, **changed)
+        choose(now, seed=1, began=began)
+
+
+def test_files_that_have_moved_or_that_nobody_told_of_are_the_same() -> None:
+    began = facts(choose(BEGAN_WITH, seed=1), BEGAN_WITH)
+    moved = OfFiles(["a/x.jsonl", "b.jsonl"], [7, 8], url="s3://bucket/elsewhere")
+    choose(moved, seed=1, began=began)
+    choose(InBlocks(10), seed=1, began=began)
+    choose(BEGAN_WITH, seed=1, began=facts(choose(InBlocks(10), seed=1)))
+    # A file is the same one by its own path and as the only one of its folder.
+    assert file_facts("/data/x.jsonl", [""], [7]) == file_facts("/data", ["x.jsonl"], [7])
+
+
+def test_a_position_by_index_is_none_by_count() -> None:
+    by_index = {"samples": 6, "order": facts(choose([0] * 9, seed=1))}
+    by_count: dict[str, Any] = {"samples": 6, "passes": []}
+    check_reading("mine", by_index, by_count=False)
+    check_reading("mine", by_count, by_count=True)
+    for by in (True, False):
+        check_reading("mine", {"samples": 6}, by_count=by)  # of a version that told neither
+    with pytest.raises(OrderDiffers, match=r"loader 'mine' began with a dataset .* an iterable"):
+        check_reading("mine", by_index, by_count=True)
+    with pytest.raises(OrderDiffers, match=r"loader 'mine' began with an iterable .* a dataset"):
+        check_reading("mine", by_count, by_count=False)
+
+
+def test_another_global_batch_is_refused_unless_it_is_accepted() -> None:
+    state = {"samples": 64, "global_batch": 32}
+    assert changed_batch("mine", state, 32, ()) == ""
+    assert changed_batch("mine", {"samples": 64}, 64, ()) == "", "of a version that told none"
+    changed = "global_batch of loader 'mine': was 32, now 64"
+    with pytest.raises(GlobalBatchDiffers, match=f"{changed}.*accept_changes=.*--accept-change"):
+        changed_batch("mine", state, 64, ("lr", "global_batch.x"))
+    for accepted in ("global_batch", "data.global_batch"):
+        assert changed_batch("mine", state, 64, ("lr", accepted)) == changed
 
 
 def test_other_blocks_do_not_matter_where_the_epoch_is_shuffled_as_a_whole() -> None:

@@ -11,7 +11,7 @@ import random
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -468,22 +468,20 @@ def test_json_lines(tmp_path: Path) -> None:
     rows = [{"text": "ü\u2028"}, [1, None], 3]
     text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "a.jsonl").write_text(text)
-    (tmp_path / "b.ndjson").write_text('{"n": 1}\n{"n": \n')
+    (tmp_path / "b.ndjson").write_text('{"n": 1}\n\n  \n{"n": \n')
     (tmp_path / "c.txt").write_text("no")
     dataset = JsonLines(tmp_path)
     assert len(dataset) == 5
     assert [dataset[index] for index in range(4)] == [*rows, {"n": 1}]
-    with pytest.raises(ValueError, match=r"b\.ndjson: line 2 of those .* empty is not JSON"):
+    with pytest.raises(ValueError, match=r"b\.ndjson: line 4 is not JSON: .* at column 7"):
         dataset[4]
     with pytest.raises(IndexError):
         dataset[5]
 
 
 def test_lines_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no \.jsonl or \.ndjson file"):
-        JsonLines(tmp_path / "missing")
     (tmp_path / "x.txt").write_bytes(b"one\n\xff\xfe\n")
-    with pytest.raises(ValueError, match=r"x\.txt: line 2 .* is not UTF-8 text"):
+    with pytest.raises(ValueError, match=r"x\.txt: line 2 is not UTF-8 text"):
         TextLines(tmp_path / "x.txt")[1]
     dataset = TextLines(tmp_path)
     (tmp_path / "x.txt").write_bytes(b"one\n\n\n\n\n")
@@ -492,6 +490,93 @@ def test_lines_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "y.txt.gz").write_bytes(b"")
     with pytest.raises(ValueError, match=r"y\.txt\.gz is compressed"):
         TextLines(tmp_path)
+
+
+@given(
+    text=st.lists(st.sampled_from(["1", "", " ", "22", "x"]), min_size=1, max_size=30),
+    block_bytes=st.integers(1, 20),
+    end=st.sampled_from(["\n", "\r\n"]),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_bad_line_is_named_as_an_editor_counts(
+    tmp_path_factory: pytest.TempPathFactory, text: list[str], block_bytes: int, end: str
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "x.jsonl"
+    path.write_bytes(end.join(text).encode())
+    samples = [number for number, line in enumerate(text, 1) if line.strip()]
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(lines, "BLOCK_BYTES", block_bytes)
+        if not samples:
+            return
+        dataset = JsonLines(path, cache_bytes=0)
+        for index, number in enumerate(samples):
+            if text[number - 1] != "x":
+                continue
+            with pytest.raises(ValueError, match=rf"x\.jsonl: line {number} is not JSON"):
+                dataset[index]
+
+
+# --- files -------------------------------------------------------------------------------------
+
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    ".txt": TextLines,
+    ".jsonl": JsonLines,
+    ".rows": ParquetRows,
+    ".parquet": lambda path: ParquetTokens(path, "n", length=1),
+}
+
+
+def of_kind(kind: str, path: Path, num_samples: int) -> None:
+    if kind in (".txt", ".jsonl"):
+        path.with_suffix(kind).write_text("1\n" * num_samples)
+    else:
+        write(path.with_suffix(".parquet"), n=range(num_samples + (kind == ".parquet")))
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_files_tell_themselves_from_others_of_the_same_totals(kind: str, tmp_path: Path) -> None:
+    for folder, sizes in {"a": {"x": 3, "y": 5}, "moved/a": {"x": 3, "y": 5}}.items():
+        (tmp_path / folder).mkdir(parents=True)
+        for name, num_samples in sizes.items():
+            of_kind(kind, tmp_path / folder / name, num_samples)
+    opened = SOURCES[kind]
+    began = opened(tmp_path / "a").file_facts
+    assert began == opened(tmp_path / "moved/a").file_facts
+    assert began["num_files"] == 2 and len(json.dumps(began)) < 120, "a digest, not a list"
+    renamed = tmp_path / "moved/a"
+    ending = next(renamed.iterdir()).suffix
+    (renamed / f"x{ending}").rename(renamed / f"z{ending}")
+    now = opened(renamed).file_facts
+    assert now["file_names"] != began["file_names"]
+    of_kind(kind, renamed / "x", 4)
+    of_kind(kind, renamed / "y", 4)
+    (renamed / f"z{ending}").unlink()
+    now = opened(renamed).file_facts
+    assert (now["num_files"], now["file_names"]) == (2, began["file_names"])
+    assert now["file_sizes"] != began["file_sizes"]
+
+
+def test_packed_documents_are_told_by_their_files(tmp_path: Path) -> None:
+    of_kind(".jsonl", tmp_path / "x", 9)
+    documents = JsonLines(tmp_path)
+    packed = PackedTokens(documents, lambda _: [1], length=1, end_of_text=0)
+    assert packed.file_facts == documents.file_facts
+    assert PackedTokens([1] * 9, lambda _: [1], length=1, end_of_text=0).file_facts == {}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_missing_path_is_told_from_a_folder_without_such_files(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = SOURCES[kind]
+    with pytest.raises(ValueError, match=r"no such file or folder: /.*/missing$"):
+        opened(tmp_path / "missing")
+    with pytest.raises(ValueError, match=r"is a folder that holds no \.\w+ "):
+        opened(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    told = f"'data/x' is looked for below the working directory .* here {tmp_path}, .* absolute"
+    with pytest.raises(ValueError, match=told):
+        opened(Path("data/x"))
 
 
 # --- rows --------------------------------------------------------------------------------------
@@ -537,5 +622,3 @@ def test_rows_that_cannot_be_read(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", n=pa.array([], pa.int8()))
     with pytest.raises(ValueError, match="holds no row"):
         ParquetRows(tmp_path)
-    with pytest.raises(ValueError, match=r"holds no \.parquet file"):
-        ParquetRows(tmp_path / "missing")

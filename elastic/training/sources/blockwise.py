@@ -45,6 +45,8 @@ class Blockwise(ABC, Generic[Block]):
     """
 
     block_starts: Indices
+    file_facts: dict[str, Any]
+    """What tells the files from others: see `data_files.file_facts`."""
     _pool: ThreadPoolExecutor | None
     num_threads = 1
     """That decode ahead; 0 where blocks must not be decoded beside the caller."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from elastic.storage.filesystem import Filesystem
 from elastic.training.sources.blockwise import CACHE_BYTES, REMOTE_THREADS, Blockwise, Indices
-from elastic.training.sources.data_files import absolute, data_files
+from elastic.training.sources.data_files import absolute, data_files, file_facts, nothing_there
 
 BLOCK_BYTES = 1 << 20
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
@@ -41,8 +41,8 @@ class TextLines(Blockwise[list[bytes]]):
     def __init__(self, path: str | os.PathLike[str], *, cache_bytes: int = CACHE_BYTES) -> None:
         super().__init__(cache_bytes)
         self._url = absolute(path)
-        self._paths = _found(self._url, self.endings)
         filesystem = Filesystem.at(self._url)
+        self._paths = _found(filesystem, path, self.endings)
         self.num_threads = 1 if filesystem.is_local else REMOTE_THREADS
         blocks = [
             (file, begin, size, count)
@@ -53,6 +53,9 @@ class TextLines(Blockwise[list[bytes]]):
             raise ValueError(f"{self._url} holds no line of text: expected one for each sample")
         table: Indices = np.array(blocks, dtype=np.int64)
         self._spans = table[:, :3]
+        sizes = np.zeros(len(self._paths), dtype=np.int64)
+        np.add.at(sizes, table[:, 0], table[:, 2])
+        self.file_facts = file_facts(self._url, self._paths, sizes.tolist())
         self.block_starts = np.concatenate(([0], np.cumsum(table[:, 3])))
 
     def __getitem__(self, index: int) -> Any:
@@ -60,7 +63,10 @@ class TextLines(Blockwise[list[bytes]]):
         try:
             return self._decoded(self._block(block)[number])
         except ValueError as error:
-            raise ValueError(f"{self._name_of(block, number)} {self._fault}: {error}") from error
+            why = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                why = f"{error.msg} at column {error.colno}"
+            raise ValueError(f"{self._name_of(block, number)} {self._fault}: {why}") from error
 
     _fault = "is not UTF-8 text"
 
@@ -88,10 +94,15 @@ class TextLines(Blockwise[list[bytes]]):
         return f"{self._url}/{self._paths[file]}".rstrip("/")
 
     def _name_of(self, block: int, number: int) -> str:
-        file = int(self._spans[block, 0])
-        of_file = int(np.searchsorted(self._spans[:, 0], file))
-        number += int(self.block_starts[block] - self.block_starts[of_file]) + 1
-        return f"{self._file_name(file)}: line {number} of those that are not empty"
+        """File and line as an editor counts them, from 1 and with the empty ones."""
+        file, begin, size = self._spans[block].tolist()
+        with Filesystem.at(self._url).open_input(self._paths[file]) as stream:
+            before = sum(piece.count(b"\n") for piece in _pieces(stream, begin))
+            text = stream.read(size).split(b"\n")
+        of_block = [place for place, line in enumerate(text) if line.strip()]
+        # Where the file has changed meanwhile, there may be no such line.
+        number = of_block[number] if number < len(of_block) else number
+        return f"{self._file_name(file)}: line {before + number + 1}"
 
 
 class JsonLines(TextLines):
@@ -107,20 +118,20 @@ class JsonLines(TextLines):
         return json.loads(line)
 
 
-def _found(url: str, endings: tuple[str, ...]) -> list[str]:
-    filesystem = Filesystem.at(url)
+def _found(
+    filesystem: Filesystem, path: str | os.PathLike[str], endings: tuple[str, ...]
+) -> list[str]:
+    url = absolute(path)
     compressed = tuple(ending + suffix for ending in endings for suffix in _COMPRESSED)
     paths = list(data_files(filesystem, (*endings, *compressed)))
-    wrong = [path for path in paths if (path or url).endswith(_COMPRESSED)]
+    wrong = [found for found in paths if (found or url).endswith(_COMPRESSED)]
     if wrong:
         raise ValueError(
             f"{f'{url}/{wrong[0]}'.rstrip('/')} is compressed, so that no line can be read without "
             "all before it: decompress it, or write it as Parquet"
         )
     if not paths:
-        raise ValueError(
-            f"{url} holds no {' or '.join(endings)} file: expected a file or a folder of them"
-        )
+        raise nothing_there(filesystem, path, endings)
     return paths
 
 
@@ -138,6 +149,13 @@ def _scanned(stream: BinaryIO) -> Iterator[tuple[int, int, int]]:
             begin, waiting = begin + end, waiting[end:]
             if not read:
                 return
+
+
+def _pieces(stream: BinaryIO, num_bytes: int) -> Iterator[bytes]:
+    """So many bytes of the stream, a block at a time."""
+    while num_bytes > 0 and (read := stream.read(min(num_bytes, BLOCK_BYTES))):
+        num_bytes -= len(read)
+        yield read
 
 
 def _lines(text: bytes) -> list[bytes]:

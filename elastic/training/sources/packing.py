@@ -64,6 +64,7 @@ class PackedTokens(TokenRow):
         self._documents = documents
         self._tokenize = tokenize
         self._end_of_text = end_of_text
+        self.file_facts: dict[str, Any] = getattr(documents, "file_facts", {})
         self._document_starts = _blocks_of(documents)
         kept = None if index is None else _Index(absolute(index), self._document_starts)
         counts = None if kept is None else kept.read()

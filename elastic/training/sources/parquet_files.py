@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from elastic.storage.filesystem import Filesystem
 from elastic.training.sources.blockwise import Indices
-from elastic.training.sources.data_files import absolute, data_files
+from elastic.training.sources.data_files import absolute, data_files, file_facts, nothing_there
 
 _MOST_OPEN = 64
 _FOOTERS_AT_ONCE = 16
@@ -63,7 +63,7 @@ class ParquetFiles:
         self._forget()
         self._paths = list(data_files(self._filesystem, (".parquet",)))
         if not self._paths:
-            raise ValueError(f"{self.url} holds no .parquet file: expected a file or a folder")
+            raise nothing_there(self._filesystem, path, (".parquet",))
         sizes = list(self._measured(measure))
         self.sizes: Indices = np.array([*itertools.chain.from_iterable(sizes)], dtype=np.int64)
         self._first_groups: Indices = np.cumsum([0, *map(len, sizes)], dtype=np.int64)
@@ -72,6 +72,11 @@ class ParquetFiles:
     def is_local(self) -> bool:
         """Whether they lie on a disk of this machine, or one that looks so."""
         return self._filesystem.is_local
+
+    def facts(self, counts: Indices) -> dict[str, Any]:
+        """What tells the files from others; `counts` is how much each row group holds."""
+        sums = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))[self._first_groups]
+        return file_facts(self.url, self._paths, np.diff(sums).tolist())
 
     def __len__(self) -> int:
         """Row groups in all files."""

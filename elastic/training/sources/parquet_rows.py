@@ -46,6 +46,7 @@ class ParquetRows(Blockwise[pa.Table]):
         self._files = ParquetFiles(path, self._measured)
         self.num_threads = 1 if self._files.is_local else REMOTE_THREADS
         num_rows, num_bytes = self._files.sizes.reshape(-1, 2).T
+        self.file_facts = self._files.facts(num_rows)
         self._first_groups = merged(num_bytes, BLOCK_BYTES)
         group_starts = np.concatenate(([0], np.cumsum(num_rows)))
         self.block_starts = group_starts[self._first_groups]
