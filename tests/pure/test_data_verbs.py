@@ -347,10 +347,10 @@ def test_diff_of_several_loaders(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", two_phases()), write(tmp_path / "b", two_phases())
     text = called("diff", a, b).stdout
     assert "of the loaders 'data', 'second'; 'held out' not among it" in text
-    assert "15 common steps" in text
+    assert "each of 15 common steps" in text
     text = called("diff", a, b, "--loader", "second").stdout
     assert "of the loader 'second'; 'data', 'held out' not among it" in text
-    assert "5 common steps" in text
+    assert "each of 5 common steps" in text
     found = called("diff", a, b, "--loader", "held out")
     assert (found.exit_code, "only that there is one" in found.output) == (2, True)
 
