@@ -280,10 +280,10 @@ def test_the_buffer_of_a_save_is_left_alone_until_it_is_durable(  # B08 B01
         gate.open.clear()
         gate.reached.clear()
         run.save()
-        assert gate.reached.wait(10)
         for _ in range(3):  # the model and a plain counter go on while the writer stands still
             run.step()
             run.save()
+        assert gate.reached.wait(10)
         run.counters["made"] = step
         gate.open.set()
         assert run.saves.wait().committed
