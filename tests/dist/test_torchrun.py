@@ -66,8 +66,8 @@ def test_ranks_killed_then_another_size(tmp_path: Path) -> None:
         code, _, err = finished(process)
     assert code == 0, err
     with torchrun(1, *goes_on, "--quiet") as process:
-        code, _, err = finished(process)
-    assert code == 0 and err.count("is finished at step 70 already: there was nothing to do") == 1
+        code, out, _ = finished(process)
+    assert code == 0 and out.count("is finished at step 70 already: there was nothing to do") == 1
     broken = summary(tmp_path / "broken.json")
     whole = undisturbed(2, tmp_path, *flags, "--steps", "70")
     assert broken["world_sizes"] == [2, 2, 2, 1, 1]
