@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+
+from elastic.training.share import share_of
 
 __all__ = ["Layout", "Part", "copy", "lay_out"]
 
@@ -80,30 +80,23 @@ def lay_out(
 ) -> tuple[Layout, list[torch.Tensor]]:
     """Places for what this rank has to keep of these, and its local tensors in that order.
 
-    What is not sharded is rank 0's alone, and of replicas the first alone is kept, as in a
-    checkpoint. Raises `ValueError` for a tensor that has no dense memory of its own.
+    They are those that `share_of` gives it, as in a checkpoint. Raises `ValueError` for a tensor
+    that has no dense memory of its own.
     """
-    layout, sources = Layout(), []
-    chunks: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for name, tensor in tensors.items():
-        if not _is_ours(tensor, rank):
-            continue
-        local = _local(name, tensor)
-        offsets, lengths = _chunk(tensor, chunks)
-        if local.numel() == 0 and tensor.numel() != 0:
-            continue  # another rank has what there is
+    layout = Layout()
+    pieces, sources, _ = share_of(tensors, rank)
+    for piece, source in zip(pieces, sources, strict=True):
         layout.parts.append(
             Part(
-                name,
-                str(local.dtype).removeprefix("torch."),
-                tuple(tensor.shape),
-                offsets,
-                lengths,
-                layout.place(local.nbytes),
-                local.nbytes,
+                piece.name,
+                str(piece.dtype).removeprefix("torch."),
+                tuple(piece.size),
+                tuple(piece.chunk.offsets),
+                tuple(piece.chunk.sizes),
+                layout.place(source.nbytes),
+                source.nbytes,
             )
         )
-        sources.append(local)
     for name, data in files.items():
         layout.files[name] = (layout.place(len(data)), len(data))
     return layout, sources
@@ -126,40 +119,3 @@ def copy(
         room[start : start + size] = files[name]
     for device in {source.device for source in sources if source.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-
-
-def _is_ours(tensor: torch.Tensor, rank: int) -> bool:
-    if not isinstance(tensor, DTensor):
-        return rank == 0
-    place = tensor.device_mesh.get_coordinate()
-    if place is None:
-        return False  # the mesh leaves this rank out
-    return all(
-        coordinate == 0
-        for coordinate, placement in zip(place, tensor.placements, strict=True)
-        if placement.is_replicate()
-    )
-
-
-def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    if local.layout != torch.strided or local.is_meta or local.is_quantized:
-        raise ValueError(
-            f"{name!r} is a tensor that cannot be kept ({local.layout}, {local.device}, "
-            f"{local.dtype}): expected a dense one with memory of its own"
-        )
-    return local
-
-
-def _chunk(
-    tensor: torch.Tensor, known: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.ndim, tuple(tensor.shape)
-    # Moments lie as their parameters do. The id stands for the mesh, whose own equality takes no
-    # account of this process's place in it.
-    key = (id(tensor.device_mesh), tensor.placements, tensor.shape)
-    if key not in known:
-        chunk = tensor.__create_chunk_list__()[0]
-        known[key] = tuple(chunk.offsets), tuple(chunk.sizes)
-    return known[key]
