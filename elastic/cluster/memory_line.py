@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import ray
 
-from elastic.cluster.segment import Place, map_place
+from elastic.cluster.segment import MapStream, Place, map_place, open_place
 from elastic.cluster.snapshot_keeper import Described
 from elastic.policy.coverage import Piece, Resume, Snapshot, Unneeded, room_bytes
 from elastic.storage.manifest import FileDigest
@@ -26,7 +26,6 @@ from elastic.training.node_memory import NotKept, PieceLost, PieceSource
 _ROOM_S = 60.0
 _SEAL_S = 120.0
 _READ_S = 60.0
-_AHEAD = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class Mapped:
                 self.rooms.pop(place).close()
         for place in wanted:
             if place not in self.rooms:
-                self.rooms[place] = room = map_place(place, writes=True)
+                self.rooms[place] = room = map_place(place)
                 # Each page is found once, here: training does not wait for it.
                 np.frombuffer(room, dtype=np.uint8)[:: mmap.PAGESIZE] |= np.uint8(0)
 
@@ -166,9 +165,6 @@ class _Copy:
         self._piece = piece
         self.where = where
         self._told: Described | None = None
-        self._ahead: dict[int, Any] = {}
-        """What was asked for before it was wanted, by its start."""
-        self._map: mmap.mmap | None = None
 
     def ask(self) -> None:
         """What it will be asked for first, without waiting for it."""
@@ -189,26 +185,20 @@ class _Copy:
         """As `PieceSource` says."""
         return self._described().digests
 
-    def view(self) -> memoryview | None:
+    def open(self) -> BinaryIO | None:
         """As `PieceSource` says. Several nodes may be on one machine."""
         place = self._described().place
+        if place in self._mapped:  # this process has filled it itself
+            return cast("BinaryIO", MapStream(self._mapped[place]))
         try:
-            # What this process has filled itself is mapped already, page by page.
-            self._map = self._mapped.get(place) or map_place(place, writes=False)
+            return cast("BinaryIO", open_place(place))
         except OSError:
             return None  # it can be asked for, all the same
-        return memoryview(self._map)
 
-    def read(self, start: int, num_bytes: int) -> memoryview:
-        """As `PieceSource` says. What follows is on its way by then."""
-        end = self._described().digests.bytes
-        ahead = range(start, min(end, start + _AHEAD * num_bytes), num_bytes)
-        self._ahead = {
-            begins: self._ahead.get(begins)
-            or self._begin("read", self._piece, begins, min(num_bytes, end - begins))
-            for begins in ahead
-        }
-        return memoryview(self._wait_for(self._ahead[start]))
+    def fetch(self, start: int, num_bytes: int) -> Callable[[], memoryview]:
+        """As `PieceSource` says."""
+        answer = self._begin("read", self._piece, start, num_bytes)
+        return lambda: memoryview(self._wait_for(answer))
 
     def _begin(self, method: str, *arguments: Any) -> Any:
         if self._keeper is None:

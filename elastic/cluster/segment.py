@@ -1,4 +1,4 @@
-"""Segments: memory that one process owns and others on its machine can map, with no name left over.
+"""Segments: memory that one process owns and others on its machine can use, with no name left over.
 
 An anonymous file that is opened through its owner's entry in /proc: it is gone when nobody has it
 any more, however its owner ended. Linux only. Must not import ray or torch.
@@ -10,7 +10,11 @@ import contextlib
 import mmap
 import os
 from dataclasses import dataclass
+from io import FileIO, RawIOBase
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -57,21 +61,49 @@ class Segment:
             self._map.close()
 
 
-def map_place(place: Place, *, writes: bool) -> mmap.mmap:
-    """The segment there, which stays as long as the map does; changed by what `writes`, else not.
+def map_place(place: Place) -> mmap.mmap:
+    """The segment there, which stays as long as the map does, to be written to.
 
-    Raises `OSError` when it is gone, or belongs to another user or machine.
+    Raises as `open_place`.
+    """
+    with open_place(place, "r+") as file:
+        return mmap.mmap(file.fileno(), max(1, place.num_bytes))
+
+
+def open_place(place: Place, mode: str = "r") -> FileIO:
+    """The segment there as an unbuffered file, which stays until that is closed.
+
+    To read it once nothing has to be mapped. Raises `OSError` when it is gone, or belongs to
+    another user or machine.
     """
     if place.machine != machine():
         raise FileNotFoundError(f"{place.path} is on another machine, or in another container")
-    fd = os.open(place.path, os.O_RDWR if writes else os.O_RDONLY)
-    try:
-        if os.fstat(fd).st_ino != place.inode:
-            raise FileNotFoundError(f"{place.path} is another file by now")
-        access = mmap.ACCESS_WRITE if writes else mmap.ACCESS_COPY
-        return mmap.mmap(fd, max(1, place.num_bytes), access=access)
-    finally:
-        os.close(fd)
+    file = FileIO(place.path, mode)
+    if os.fstat(file.fileno()).st_ino != place.inode:
+        file.close()
+        raise FileNotFoundError(f"{place.path} is another file by now")
+    return file
+
+
+class MapStream(RawIOBase):
+    """What is mapped already, as a stream to read: its pages need not be found once more."""
+
+    def __init__(self, room: mmap.mmap) -> None:
+        self._bytes = np.frombuffer(room, dtype=np.uint8)
+        self._position = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """To a place from the beginning."""
+        assert whence == os.SEEK_SET
+        self._position = offset
+        return offset
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills it as far as there is something; without the interpreter's lock."""
+        found = self._bytes[self._position : self._position + len(buffer)]
+        np.copyto(np.frombuffer(buffer, dtype=np.uint8)[: len(found)], found)
+        self._position += len(found)
+        return len(found)
 
 
 def machine() -> str:

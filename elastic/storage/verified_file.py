@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import xxhash
 
 from elastic.storage.chunk_digests import CHUNK_BYTES, difference
 from elastic.storage.completeness import size_problem
-from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import FileDigest
 
-__all__ = ["CheckpointCorrupt", "VerifiedFile"]
+__all__ = ["CheckpointCorrupt", "Holder", "VerifiedFile"]
 
 _PIECE_BYTES = 1 << 19  # small enough to be in the processor's cache when it is digested
 
@@ -37,6 +36,27 @@ class CheckpointCorrupt(Exception):
         return f"the checkpoint at {self.path} is damaged: {self.problem}"
 
 
+class Holder(Protocol):
+    """Where the bytes lie: a `Filesystem`, or memory."""
+
+    @property
+    def url(self) -> str:
+        """The place, for people."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether to read by `open_input`, and by `read_range` if not."""
+
+    def open_input(self, path: str) -> BinaryIO:
+        """A seekable stream with `readinto`. Raises `FileNotFoundError`."""
+
+    def read_range(self, path: str, start: int, num_bytes: int) -> bytes | memoryview:
+        """So many bytes from `start` on, fewer where it ends. Raises `FileNotFoundError`."""
+
+    def size(self, path: str) -> int | None:
+        """In bytes, None where there is none."""
+
+
 class VerifiedFile:
     """`file` in the directory `path` of `fs`, for one thread at a time.
 
@@ -45,7 +65,7 @@ class VerifiedFile:
     what the store raises otherwise says nothing about the bytes and comes as it is.
     """
 
-    def __init__(self, fs: Filesystem, path: str, file: FileDigest) -> None:
+    def __init__(self, fs: Holder, path: str, file: FileDigest) -> None:
         self._fs = fs
         self._path = path
         self._name = f"{path}/{file.path}"

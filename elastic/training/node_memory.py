@@ -6,8 +6,8 @@ owns the memory or how the words travel. Must not import ray.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import BinaryIO, Protocol
 
 from elastic.policy.coverage import Piece, Resume, Snapshot, Unneeded
 from elastic.storage.manifest import FileDigest
@@ -33,11 +33,14 @@ class PieceSource(Protocol):
     def digests(self) -> FileDigest:
         """Of all of it, and of each chunk. Raises `PieceLost`."""
 
-    def view(self) -> memoryview | None:
-        """All of it where it lies, if that is in this machine's memory."""
+    def open(self) -> BinaryIO | None:
+        """A seekable stream with `readinto`, if it is in this machine's memory; for one thread."""
 
-    def read(self, start: int, num_bytes: int) -> memoryview:
-        """A copy of these bytes, from another machine. Raises `PieceLost`."""
+    def fetch(self, start: int, num_bytes: int) -> Callable[[], memoryview]:
+        """Begins to have these bytes sent from another machine; what waits for them.
+
+        Both raise `PieceLost`.
+        """
 
 
 class NodeMemory(Protocol):

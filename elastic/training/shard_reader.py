@@ -9,9 +9,7 @@ import io
 import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import FileDigest
 from elastic.storage.verified_file import CheckpointCorrupt, VerifiedFile
 from elastic.training.shard_writer import METADATA
-from elastic.training.wanted import Wanted, fill, narrow, shared_out
+from elastic.training.wanted import Wanted, fill, fill_shares, narrow, shared_out
 
 __all__ = ["CheckpointCorrupt", "ShardReader"]
 
@@ -164,24 +162,11 @@ class ShardReader(StorageReader):
 
     def _fill(self, wanted: Sequence[Wanted]) -> None:
         at_once = _NUM_THREADS if self._fs.is_local else _NUM_REQUESTS
-        shares = shared_out(wanted, at_once)
-        if len(shares) < 2:
-            for share in shares:
-                self._read_share(share)
-            return
-        with ThreadPoolExecutor(len(shares), "elastic-read") as pool:
-            reads = [pool.submit(self._read_share, share) for share in shares]
-            try:
-                for read in reads:
-                    read.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        fill_shares(shared_out(wanted, at_once), self._read_from)
 
-    def _read_share(self, share: Sequence[Wanted]) -> None:
-        for name, ones in groupby(share, key=lambda one: one.info.relative_path):
-            with self._open(name) as file:
-                fill(file, list(ones))
+    def _read_from(self, name: str, wanted: Sequence[Wanted]) -> None:
+        with self._open(name) as file:
+            fill(file, wanted)
 
     @contextmanager
     def _open(self, name: str) -> Iterator[VerifiedFile]:

@@ -7,16 +7,16 @@ any other has left there. Nothing is used before its digest was checked. Must no
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -25,18 +25,21 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from elastic.storage.chunk_digests import CHUNK_BYTES, chunk_problem
-from elastic.storage.manifest import TensorInfo
+from elastic.storage.manifest import FileDigest, TensorInfo
+from elastic.storage.verified_file import CheckpointCorrupt, VerifiedFile
 from elastic.training import jsonable
 from elastic.training.loading import Restored, agree, read_tensors
 from elastic.training.node_memory import PieceLost, PieceSource
 from elastic.training.part import torch_dtype
 from elastic.training.piece import Layout, Part
 from elastic.training.saving import STATE, rank_file
-from elastic.training.shard_reader import CheckpointCorrupt
 from elastic.training.state import TrackedState
+from elastic.training.wanted import Wanted, fill, fill_shares, shared_out
 
 __all__ = ["SnapshotReader", "load_snapshot"]
+
+_NUM_THREADS = 2
+_AHEAD = 3
 
 
 def load_snapshot(
@@ -48,8 +51,8 @@ def load_snapshot(
     """Restores `tracked` in place from the snapshot called `name`; the same outcome on every rank.
 
     `sources` are the copies of each rank's piece, the nearest first. Raises as `loading.load` does:
-    `CheckpointCorrupt` when no copy of some bytes is sound, and `PieceLost` or `LoadFailed` when
-    no copy can be read; then some tensors may have changed.
+    `CheckpointCorrupt` when no copy of a piece is sound, and `PieceLost` or `LoadFailed` when no
+    copy can be read; then some tensors may have changed.
     """
     rank = dist.get_rank(process_group) if process_group is not None else 0
     problem: Exception | None = None
@@ -114,7 +117,10 @@ class SnapshotReader(StorageReader):
         piece = self._pieces[world_rank]
         if name not in piece.layout.files:
             raise CheckpointCorrupt(piece.name, f"the piece of rank {world_rank} has no {name}")
-        return bytes(piece.read(*piece.layout.files[name]))
+        start, size = piece.layout.files[name]
+        found = bytearray(size)
+        piece.read(lambda file: file.read([(start, memoryview(found))]))
+        return bytes(found)
 
     def read_metadata(self) -> Metadata:
         return Metadata(
@@ -124,24 +130,30 @@ class SnapshotReader(StorageReader):
         )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        def place(item: ReadItem) -> tuple[int, int]:
-            rank, part = self._part(item.storage_index)
-            return rank, part.start
-
-        for item in sorted(plan.items, key=place):  # in the order in which the bytes lie
-            rank, part = self._part(item.storage_index)
-            saved = self._pieces[rank].tensor(part, item.storage_offsets, item.lengths)
-            target = planner.resolve_tensor(item).detach()
-            assert target.shape == saved.shape, f"{item.storage_index} into {target.shape}"
-            target.copy_(saved)
+        targets = [planner.resolve_tensor(item).detach() for item in plan.items]
+        wanted = [self._wanted(*one) for one in zip(plan.items, targets, strict=True)]
+        fill_shares(shared_out(wanted, _NUM_THREADS), self._read_from)
+        for item, target in zip(plan.items, targets, strict=True):
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _part(self, index: MetadataIndex) -> tuple[int, Part]:
-        assert index.offset is not None
-        return self._parts[index.fqn, index.offset]
+    def _wanted(self, item: ReadItem, target: torch.Tensor) -> Wanted:
+        assert item.storage_index.offset is not None
+        rank, part = self._parts[item.storage_index.fqn, item.storage_index.offset]
+        return Wanted(
+            info=_StorageInfo(str(rank), part.start, part.num_bytes),
+            shape=torch.Size(part.lengths),
+            dtype=torch_dtype(part.dtype),
+            offsets=item.storage_offsets,
+            lengths=item.lengths,
+            target=target,
+            is_raw=True,
+        )
+
+    def _read_from(self, rank: str, wanted: Sequence[Wanted]) -> None:
+        self._pieces[int(rank)].read(lambda file: fill(file, wanted))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -169,88 +181,82 @@ class _Piece:
         self.name = name
         self._copies = list(copies)
         self._problems: list[Exception] = []
+        self._lock = threading.Lock()
         self._open()
+
+    def read(self, read: Callable[[VerifiedFile], None]) -> None:
+        """Has `read` read it, and all of it again from another copy if it fails; for many threads.
+
+        Raises `CheckpointCorrupt`, `PieceLost` when no copy has what it wants.
+        """
+        while True:
+            copy, digests = self._current()
+            try:
+                where = f"{self.name} in the memory of node {copy.where}"
+                with VerifiedFile(_Copy(copy, digests), where, digests) as file:
+                    return read(file)
+            except (CheckpointCorrupt, PieceLost) as error:
+                self._give_up(copy, error)
+
+    def _current(self) -> tuple[PieceSource, FileDigest]:
+        with self._lock:
+            if not self._copies:
+                raise self._worst()
+            return self._copies[0], self._digests
+
+    def _give_up(self, copy: PieceSource, problem: Exception) -> None:
+        with self._lock:
+            if self._copies and self._copies[0] is copy:  # else another thread was first
+                self._next(problem)
+                self._open()
 
     def _open(self) -> None:
         """The next copy that answers."""
         while self._copies:
-            copy = self._copies[0]
             try:
-                self.layout = Layout.from_json(copy.index())
-                self._digests = copy.digests()
-                self._view = copy.view()
+                self.layout = Layout.from_json(self._copies[0].index())
+                self._digests = self._copies[0].digests()
             except (PieceLost, ValueError) as error:
                 self._next(error)
                 continue
-            self._checked: set[int] = set()
-            self._fetched: dict[int, memoryview] = {}
             return
+        raise self._worst()
+
+    def _worst(self) -> Exception:
         bad = [found for found in self._problems if isinstance(found, CheckpointCorrupt)]
-        raise (bad or self._problems or [PieceLost(f"{self.name}: no copy of a piece")])[-1]
+        return (bad or self._problems or [PieceLost(f"{self.name}: no copy of a piece")])[-1]
 
     def _next(self, problem: Exception) -> None:
         self._problems.append(problem)
         self._copies.pop(0)
 
-    def tensor(self, part: Part, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """These values of the part; of another machine's only the rows that they lie in."""
-        dtype = torch_dtype(part.dtype)
-        if not part.lengths:
-            return _as_tensor(self.read(part.start, part.num_bytes), dtype).view(())
-        row_bytes = part.num_bytes // part.lengths[0]
-        start = part.start + offsets[0] * row_bytes
-        rows = _as_tensor(self.read(start, lengths[0] * row_bytes), dtype)
-        found = rows.view(lengths[0], *part.lengths[1:])
-        for dim in range(1, len(lengths)):
-            found = found.narrow(dim, offsets[dim], lengths[dim])
-        return found
 
-    def read(self, start: int, num_bytes: int) -> memoryview:
-        """Checked bytes. Raises `CheckpointCorrupt`, `PieceLost` when no copy has them."""
-        while True:
-            try:
-                return self._read(start, num_bytes)
-            except (CheckpointCorrupt, PieceLost) as error:
-                self._next(error)
-            self._open()
+class _Copy:
+    """One copy of a piece, as `VerifiedFile` reads it: with a stream here, else sent from afar."""
 
-    def _read(self, start: int, num_bytes: int) -> memoryview:
-        end = start + num_bytes
-        numbers = range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES))
-        if self._view is not None:
-            for number in numbers:
-                self._chunk(number)
-            return self._view[start:end]
-        found = bytearray(num_bytes)
-        for number in numbers:
-            chunk, begins = self._chunk(number), number * CHUNK_BYTES
-            low, high = max(start, begins), min(end, begins + len(chunk))
-            found[low - start : high - start] = chunk[low - begins : high - begins]
-        # What is read next begins in the last chunk, if anywhere in these.
-        self._fetched = {n: c for n, c in self._fetched.items() if n >= numbers.stop - 1}
-        return memoryview(found)
+    def __init__(self, copy: PieceSource, digests: FileDigest) -> None:
+        self._copy = copy
+        self._num_bytes = digests.bytes
+        self._stream = copy.open()
+        self._coming: dict[int, Callable[[], memoryview]] = {}
+        """What was asked for before it was wanted, by its start."""
+        self.is_local = self._stream is not None
+        self.url = f"the memory of node {copy.where}"
 
-    def _chunk(self, number: int) -> memoryview:
-        start = number * CHUNK_BYTES
-        end = min(start + CHUNK_BYTES, self.layout.num_bytes)
-        if self._view is not None:
-            chunk = self._view[start:end]
-        elif number in self._fetched:
-            return self._fetched[number]
-        else:
-            chunk = self._fetched[number] = self._copies[0].read(start, end - start)
-        if number not in self._checked:
-            problem = chunk_problem(self._digests, number, chunk)
-            if problem:
-                self._fetched.pop(number, None)
-                where = f"{self.name} in the memory of node {self._copies[0].where}"
-                raise CheckpointCorrupt(where, problem)
-            self._checked.add(number)
-        return chunk
+    def open_input(self, path: str) -> BinaryIO:
+        stream, self._stream = self._stream or self._copy.open(), None
+        if stream is None:
+            raise PieceLost(f"{self.url} cannot be opened any more")
+        return stream
 
+    def read_range(self, path: str, start: int, num_bytes: int) -> memoryview:
+        ahead = range(start, min(self._num_bytes, start + _AHEAD * num_bytes), num_bytes)
+        self._coming = {
+            begin: self._coming.get(begin)
+            or self._copy.fetch(begin, min(num_bytes, self._num_bytes - begin))
+            for begin in ahead
+        }
+        return self._coming[start]()
 
-def _as_tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    flat = np.frombuffer(data, dtype=np.uint8)
-    # It may not start where values of this dtype have to.
-    tensor = torch.from_numpy(flat) if flat.flags.writeable else torch.from_numpy(flat.copy())
-    return tensor.view(dtype) if flat.nbytes else torch.empty(0, dtype=dtype)
+    def size(self, path: str) -> int | None:
+        raise PieceLost(f"{self.url} ended before the {self._num_bytes} bytes of a piece")

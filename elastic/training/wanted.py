@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -18,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from elastic.storage.verified_file import VerifiedFile
 from elastic.training.tensor_head import tensor_head
 
-__all__ = ["Wanted", "fill", "narrow", "shared_out"]
+__all__ = ["Wanted", "fill", "fill_shares", "narrow", "shared_out"]
 
 _SHARE_BYTES = 32 << 20
 _BATCH_BYTES = 128 << 20
@@ -29,7 +31,8 @@ class Wanted:
     """One part of one saved shard and where it is to go.
 
     `info` says where the shard lies, `shape` and `dtype` are its own, `offsets` and `lengths` the
-    part of it, and `target` has the part's shape.
+    part of it, and `target` has the part's shape. Where `is_raw` the values lie there alone,
+    without what torch.save puts around them.
     """
 
     info: _StorageInfo
@@ -38,9 +41,16 @@ class Wanted:
     offsets: Sequence[int]
     lengths: Sequence[int]
     target: torch.Tensor
+    is_raw: bool = False
 
     def __post_init__(self) -> None:
         assert self.target.shape == torch.Size(self.lengths), (self.lengths, self.target.shape)
+        assert not self.is_raw or self.info.length == self.num_bytes, (self.info, self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the shard's values."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def shared_out(wanted: Sequence[Wanted], num_shares: int) -> list[list[Wanted]]:
@@ -54,6 +64,32 @@ def shared_out(wanted: Sequence[Wanted], num_shares: int) -> list[list[Wanted]]:
         shares[before * num_shares // all_bytes].append(one)
         before += one.info.length
     return [share for share in shares if share]
+
+
+def fill_shares(
+    shares: Sequence[Sequence[Wanted]], read: Callable[[str, Sequence[Wanted]], None]
+) -> None:
+    """Has `read` read each share, file by file in its order, each share in a thread.
+
+    Raises what one of them has raised; nothing is being read by then.
+    """
+    if len(shares) < 2:
+        for share in shares:
+            _read_share(share, read)
+        return
+    with ThreadPoolExecutor(len(shares), "elastic-read") as pool:
+        reads = [pool.submit(_read_share, share, read) for share in shares]
+        try:
+            for one in reads:
+                one.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _read_share(share: Sequence[Wanted], read: Callable[[str, Sequence[Wanted]], None]) -> None:
+    for name, ones in groupby(share, key=lambda one: one.info.relative_path):
+        read(name, list(ones))
 
 
 @torch.no_grad()
@@ -86,7 +122,7 @@ class _Reading:
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
-        self._head = tensor_head(wanted.shape, wanted.dtype)
+        self._head = b"" if wanted.is_raw else tensor_head(wanted.shape, wanted.dtype)
         self._found = bytearray(len(self._head))
         self._strides = _strides(wanted.shape)
         target = wanted.target
@@ -118,14 +154,12 @@ class _Reading:
             return []
         steps = zip(self._wanted.offsets, self._strides, strict=True)
         first = sum(offset * stride for offset, stride in steps) * self._wanted.dtype.itemsize
-        return [
-            (info.offset, memoryview(self._found)),
-            (info.offset + len(self._head) + first, self._room.numpy().data),
-        ]
+        values = info.offset + len(self._head) + first, self._room.numpy().data
+        return [(info.offset, memoryview(self._found)), values] if self._head else [values]
 
     def _fits(self) -> bool:
-        values = math.prod(self._wanted.shape) * self._wanted.dtype.itemsize
-        return 0 < len(self._head) <= self._wanted.info.length - values
+        has_head = self._wanted.is_raw or len(self._head) > 0
+        return has_head and len(self._head) <= self._wanted.info.length - self._wanted.num_bytes
 
     def finish(self, file: VerifiedFile) -> None:
         """The values are in their place."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cluster.segment import Place, machine, map_place
+from elastic.cluster.segment import MapStream, Place, machine, map_place, open_place
 from elastic.cluster.snapshot_keeper import Refused, SnapshotKeeper
 from elastic.policy.coverage import SLOTS, Piece, Unneeded
 from elastic.storage.chunk_digests import ChunkDigester, chunk_problem
@@ -28,7 +28,7 @@ def piece(step: int, *, generation: int = 0) -> Piece:
 def keep(keeper: SnapshotKeeper, made: Piece, data: bytes, unneeded: Unneeded) -> Place:
     place = room(keeper, made.generation, len(data), unneeded)
     assert place is not None
-    map_place(place, writes=True)[: len(data)] = data
+    map_place(place)[: len(data)] = data
     keeper.seal(OWN, place, made, len(data), b"index", None, unneeded)
     return place
 
@@ -50,7 +50,8 @@ def test_what_was_sealed_is_there_with_its_digests() -> None:
     assert keeper.open(0) == [piece(2)]
     found = keeper.describe(piece(2))
     assert found.index == b"index" and chunk_problem(found.digests, 0, data) == ""
-    assert map_place(found.place, writes=False)[: len(data)] == data
+    with open_place(found.place) as file:
+        assert file.read(len(data)) == data
     assert keeper.read(piece(2), 10, 20).tobytes() == data[10:30]
 
 
@@ -134,10 +135,15 @@ def test_memory_is_gone_with_its_owner_and_whoever_maps_it_keeps_it() -> None:
             (replace(place, machine="other"), "another machine"),
         ):
             with pytest.raises(OSError, match=why):
-                map_place(other, writes=False)
-        found = map_place(place, writes=False)
+                open_place(other)
+        found, opened = map_place(place), open_place(place)
         owner.kill()
     assert found[:5] == b"hello"
+    with MapStream(found) as stream:
+        stream.seek((1 << 20) - 3)
+        assert stream.read(5) == bytes(3), "the end of it"
+    with opened:
+        assert opened.read(5) == b"hello"
     with pytest.raises(OSError):
-        map_place(place, writes=False)
+        map_place(place)
     assert not [path for path in Path("/dev/shm").iterdir() if "elastic" in path.name]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ import torch.distributed as dist
 
 from elastic.policy.mesh import TENSOR
 from elastic.policy.saves import SaveInterval
-from elastic.storage.chunk_digests import ChunkDigester
+from elastic.storage.chunk_digests import CHUNK_BYTES, ChunkDigester
 from elastic.storage.manifest import FileDigest
 from elastic.training import jsonable, piece
-from elastic.training.loading import LoadFailed
+from elastic.training.loading import LoadFailed, read_tensors
 from elastic.training.membership import Membership, TrainingConfig
 from elastic.training.node_memory import PieceLost
 from elastic.training.piece import Layout as Pieces
@@ -22,7 +23,7 @@ from elastic.training.process_group import Groups
 from elastic.training.saves import Saves
 from elastic.training.saving import STATE, AsyncSaver, rank_file
 from elastic.training.shard_reader import CheckpointCorrupt
-from elastic.training.snapshot_reader import load_snapshot
+from elastic.training.snapshot_reader import SnapshotReader, load_snapshot
 from elastic.training.snapshots import Snapshots, SnapshotsDoNotFit
 from elastic.training.state import TrackedState
 from tests.dist.mesh_run import LAYOUTS, Layout, backward, generation
@@ -32,12 +33,13 @@ from tests.dist.small_run import content, restore, save, small, train
 
 
 class InFile:
-    """A copy of a piece in a file, as if on another machine; with `is_here` it can be mapped."""
+    """A copy of a piece in a file, as if on another machine unless `is_here`."""
 
     def __init__(self, path: Path, *, is_here: bool) -> None:
         self.where = path.name
         self._path = path
         self._is_here = is_here
+        self.fetched: list[tuple[int, int]] = []
 
     def index(self) -> bytes:
         if not self._path.exists():
@@ -49,11 +51,12 @@ class InFile:
         digester.update(self._path.with_suffix(".sound").read_bytes())
         return digester.file("the piece")
 
-    def view(self) -> memoryview | None:
-        return memoryview(bytearray(self._path.read_bytes())) if self._is_here else None
+    def open(self) -> BinaryIO | None:
+        return self._path.open("rb") if self._is_here else None
 
-    def read(self, start: int, num_bytes: int) -> memoryview:
-        return memoryview(self._path.read_bytes()[start : start + num_bytes])
+    def fetch(self, start: int, num_bytes: int) -> Callable[[], memoryview]:
+        self.fetched.append((start, num_bytes))
+        return lambda: memoryview(self._path.read_bytes()[start : start + num_bytes])
 
 
 def sources(folder: Path, world_size: int, *copies: str) -> list[list[InFile]]:
@@ -66,7 +69,7 @@ def sources(folder: Path, world_size: int, *copies: str) -> list[list[InFile]]:
 
 def put(folder: Path, tracked: TrackedState) -> None:
     """This rank's piece and a copy of it."""
-    rank = dist.get_rank()
+    rank = dist.get_rank() if dist.is_initialized() else 0
     captured = tracked.capture()
     files = {rank_file(rank): jsonable.dumps({"rank": rank}).encode()}
     if rank == 0:
@@ -138,6 +141,60 @@ def test_a_snapshot_is_what_a_checkpoint_is_at_any_size(tmp_path: Path) -> None:
         assert found == whole
     (tmp_path / "2.own").unlink()
     run_ranks(lost, 2, tmp_path, 3)
+
+
+def large(seed: int) -> TrackedState:
+    """So much that two threads read it, each chunks that hold parts of two tensors."""
+    torch.manual_seed(seed)
+    model = torch.nn.ParameterList(torch.randn(size) for size in (9_000_001, 2_000_003, 9_000_005))
+    return TrackedState(model=model)
+
+
+def flip(folder: Path, kind: str, *parts: int) -> None:
+    """A byte in each of these parts of the piece of rank 0 is another one."""
+    layout = Pieces.from_json((folder / "0.index").read_bytes())
+    with (folder / f"0.{kind}").open("r+b") as file:
+        for part in parts:
+            middle = layout.parts[part].start + layout.parts[part].num_bytes // 2
+            file.seek(middle)
+            byte = file.read(1)
+            file.seek(middle)
+            file.write(bytes([byte[0] ^ 1]))
+
+
+def test_threads_that_all_meet_a_bad_copy_read_the_other_one(tmp_path: Path) -> None:
+    saved = large(seed=1)
+    put(tmp_path, saved)
+    whole = content(saved)
+    for kinds in (("own",), ("copy",)):
+        found = large(seed=2)
+        load_snapshot(sources(tmp_path, 1, *kinds), "it", found)
+        assert content(found) == whole
+    flip(tmp_path, "own", 0, 2)
+    found = large(seed=2)
+    with pytest.raises(CheckpointCorrupt, match=r"node 0\.own.*expected .* found"):  # B14
+        load_snapshot(sources(tmp_path, 1, "own"), "it", found)
+    load_snapshot(sources(tmp_path, 1, "own", "copy"), "it", found)
+    assert content(found) == whole
+    flip(tmp_path, "copy", 2)
+    with pytest.raises(CheckpointCorrupt, match=r"node 0\.copy.*expected .* found"):
+        load_snapshot(sources(tmp_path, 1, "own", "copy"), "it", found)
+
+
+def test_of_another_machine_only_the_chunks_of_what_is_wanted_are_asked_for_and_once(
+    tmp_path: Path,
+) -> None:
+    saved = large(seed=1)
+    put(tmp_path, saved)
+    (copies,) = sources(tmp_path, 1, "copy")
+    reader = SnapshotReader([copies], "it")
+    part = Pieces.from_json((tmp_path / "0.index").read_bytes()).parts[2]
+    target = torch.zeros(part.lengths)
+    read_tensors(reader, {part.name: target})
+    assert torch.equal(target, saved.capture().tensors[part.name])
+    first, last = part.start // CHUNK_BYTES, (part.start + part.num_bytes - 1) // CHUNK_BYTES
+    starts = [start for start, _ in copies[0].fetched]
+    assert starts == [number * CHUNK_BYTES for number in range(first, last + 1)]
 
 
 ALONE = Membership(

@@ -42,16 +42,22 @@ def values(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Saved:
-    """Tensors in one file, one behind the other, as DCP lays them down."""
+    """Tensors in one file, one behind the other, as DCP lays them down, or their values alone."""
 
-    def __init__(self, folder: Path, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, folder: Path, tensors: Sequence[torch.Tensor], *, is_raw: bool = False
+    ) -> None:
+        self.is_raw = is_raw
         self.fs = Filesystem.at(str(folder))
         self.tensors = tensors
         self.infos = []
         data = bytearray()
         for tensor in tensors:
             record = io.BytesIO()
-            torch.save(tensor, record)
+            if is_raw:
+                record.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            else:
+                torch.save(tensor, record)
             self.infos.append(_StorageInfo("shard", len(data), len(record.getvalue())))
             data += record.getvalue()
         self.fs.write_bytes("a/shard", bytes(data))
@@ -74,6 +80,7 @@ class Saved:
             offsets=offsets,
             lengths=lengths,
             target=target,
+            is_raw=self.is_raw,
         )
 
     def fill(self, wanted: Sequence[Wanted]) -> None:
@@ -110,9 +117,12 @@ def halves(shape: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     return found
 
 
+@pytest.mark.parametrize("is_raw", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_part_of_every_tensor(tmp_path: Path, slow: list[Wanted], dtype: torch.dtype) -> None:
-    saved = Saved(tmp_path, [values(shape, dtype) for shape in SHAPES])
+def test_every_part_of_every_tensor(
+    tmp_path: Path, slow: list[Wanted], dtype: torch.dtype, is_raw: bool
+) -> None:
+    saved = Saved(tmp_path, [values(shape, dtype) for shape in SHAPES], is_raw=is_raw)
     for number, tensor in enumerate(saved.tensors):
         for offsets, lengths in halves(tensor.shape):
             target = torch.zeros(lengths, dtype=dtype)
@@ -124,9 +134,12 @@ def test_every_part_of_every_tensor(tmp_path: Path, slow: list[Wanted], dtype: t
     assert all(map(same, targets, saved.tensors))
 
 
-def test_targets_of_another_type_or_layout(tmp_path: Path, slow: list[Wanted]) -> None:
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_targets_of_another_type_or_layout(
+    tmp_path: Path, slow: list[Wanted], is_raw: bool
+) -> None:
     tensor = values((4, 6), torch.float32)
-    saved = Saved(tmp_path, [values((7,), torch.uint8), tensor])
+    saved = Saved(tmp_path, [values((7,), torch.uint8), tensor], is_raw=is_raw)
     double, turned = torch.zeros(2, 6, dtype=torch.float64), torch.zeros(6, 4).t()
     part = torch.zeros(9, 9)[2:6, 1:7]
     saved.fill([saved.wanted(1, [1, 0], [2, 6], double)])
