@@ -57,7 +57,7 @@ class Slow:
 
 
 def _steps(run: elastic.Run, dataset: Numbers, until: int, num_workers: int = 0, **tracked: Any):
-    model = nn.Linear(4, 3)
+    model = nn.Linear(4, 20)  # at all sizes each rank holds some of it, and has a file
     fully_shard(model, mesh=run.mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.track(model=model, optimizer=optimizer, **tracked)
