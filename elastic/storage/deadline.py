@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from elastic.storage.store_errors import StoreStuck
 
-__all__ = ["MOST_LEFT_BEHIND", "call", "num_left_behind"]
+__all__ = ["MOST_LEFT_BEHIND", "call", "num_left_behind", "works_for"]
 
 MOST_LEFT_BEHIND = 64
 """So many calls may be out at once in a process; one more is refused at once."""
@@ -36,8 +36,11 @@ class _Call:
         self.error: BaseException | None = None
         self.ended = False
         self.is_left = False
+        self.thread_id: int | None = None
+        """The thread that does the work, once one has begun."""
 
     def run(self) -> None:
+        self.thread_id = threading.get_ident()
         try:
             self.result = self.work()
         except BaseException as error:  # noqa: BLE001 - the caller gets it, whatever it is
@@ -60,6 +63,8 @@ class _Threads:
         self.idle: deque[SimpleQueue[_Call]] = deque()
         self.left: dict[tuple[str, ...], _Call] = {}
         """Calls that were left behind, by what they may yet change."""
+        self.waited_for: dict[int, _Call] = {}
+        """By the thread that waits."""
 
     def start(self, call: _Call) -> None:
         try:
@@ -97,11 +102,13 @@ def call(work: Callable[[], T], seconds: float, what: str, changes: tuple[str, .
             f"{what}: not begun, {MOST_LEFT_BEHIND} calls to storage have not come back yet"
         )
     asked = _Call(work)
+    _threads.waited_for[threading.get_ident()] = asked
     _threads.start(asked)
     came_back = False
     try:
         came_back = asked.wait(seconds)
     finally:
+        _threads.waited_for.pop(threading.get_ident(), None)
         if not came_back:
             asked.is_left = True
             _threads.left[(*changes, f"\0{id(asked)}")] = asked
@@ -114,6 +121,12 @@ def call(work: Callable[[], T], seconds: float, what: str, changes: tuple[str, .
             asked.error = None  # else error and frame would hold each other
     result: T = asked.result
     return result
+
+
+def works_for(thread_id: int) -> int | None:
+    """The thread that does the call that this one waits for; None where it waits for none."""
+    asked = _threads.waited_for.get(thread_id)
+    return None if asked is None else asked.thread_id
 
 
 def num_left_behind() -> int:

@@ -168,10 +168,17 @@ def _ratio(
     parameter.grad = torch.zeros_like(parameter)
     try:
         trial = kind([{"params": [parameter], **others, **settings}])
-        trial.step()
+        _bare_step(trial)
     except (TypeError, ValueError, RuntimeError):
         return 0.0  # one that wants a closure, or parameters of another kind
     made: Sequence[torch.Tensor] = [
         value for value in trial.state[parameter].values() if isinstance(value, torch.Tensor)
     ]
     return sum(tensor.nbytes for tensor in made) / max(1, parameter.nbytes)
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> None:
+    """Past torch's wrapper, which would call the hooks that people have on every optimizer's step."""
+    step = type(optimizer).step
+    with torch.no_grad():
+        getattr(step, "__wrapped__", step)(optimizer)

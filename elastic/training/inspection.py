@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from elastic.policy.culprits import DATA, DRIVER, OWN, PEERS, STORAGE, RankLook
+from elastic.storage import deadline
 
 _SAMPLE_S = 0.1
 _BUSY_SHARE = 0.3
@@ -66,7 +67,7 @@ def inspect(thread: TrainingThread, world_rank: int, phase: str) -> RankLook:
     """What this rank does now. Takes a tenth of a second; call it in another thread."""
     is_running = _is_running(thread.native_id)
     frames = sys._current_frames()
-    waits_for, place = _standing(frames.get(thread.ident))
+    waits_for, place = _standing_of(thread.ident, frames)
     save_waits_for, save_place = _of_saves(frames)
     if waits_for == "" and save_waits_for:
         waits_for, place = save_waits_for, save_place  # it waits for its own save
@@ -94,6 +95,12 @@ def stacks() -> str:
     return "\n".join(parts) + "\n"
 
 
+def _standing_of(thread_id: int, frames: dict[int, FrameType]) -> tuple[str, str]:
+    """What the thread waits for, and the frame that tells so; another may call storage for it."""
+    worker_id = deadline.works_for(thread_id)
+    return _standing(frames.get(thread_id if worker_id is None else worker_id))
+
+
 def _standing(frame: FrameType | None) -> tuple[str, str]:
     """What the thread waits for, and the frame that tells so."""
     for one in _outwards(frame):
@@ -117,7 +124,7 @@ def _of_saves(frames: dict[int, FrameType]) -> tuple[str, str]:
             continue
         if not _is_saving(thread, frame):
             continue
-        kind, place = _standing(frame)
+        kind, place = _standing_of(thread.ident or -1, frames)
         if kind == STORAGE:
             return kind, place
         if kind:

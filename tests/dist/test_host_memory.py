@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic.training import saves
 from elastic.training.host_memory import (
     HostMemoryShort,
     available_bytes,
     check_host_memory,
+    growth_bytes,
     staging_bytes,
 )
 from elastic.training.saving import AsyncSaver
@@ -50,6 +52,18 @@ def test_the_state_to_come_is_counted_before_the_first_step(
     before = saver._stager._block if saver.held_bytes else None
     assert not saver._stager.stage(tracked.capture().tensors, 0).problem
     assert saver._stager._block is before
+
+
+def test_counting_calls_no_hook_that_people_have_on_every_step() -> None:
+    calls: list[Any] = []
+    hook = register_optimizer_step_pre_hook(lambda *told: calls.append(told))
+    try:
+        model = nn.Linear(30, 50)
+        optimizer = torch.optim.AdamW(model.parameters())
+        assert growth_bytes([optimizer])[0] > 2 * 30 * 50 * 4
+    finally:
+        hook.remove()
+    assert calls == []
 
 
 def write(root: Path, name: str, text: str) -> None:
