@@ -178,7 +178,7 @@ def _ratio(
 
 
 def _bare_step(optimizer: torch.optim.Optimizer) -> None:
-    """Past torch's wrapper, which would call the hooks that people have on every optimizer's step."""
+    """Past torch's wrapper, which calls the hooks that people have on every optimizer's step."""
     step = type(optimizer).step
     with torch.no_grad():
         getattr(step, "__wrapped__", step)(optimizer)

@@ -28,7 +28,7 @@ def test_each_way_to_hang_is_told_and_ended(connected: LocalCluster, tmp_path: P
     assert [e.world_rank for e in hangs] == [4, 3, 2, 1]
     loop, storage, data, stopped = (event.reason for event in hangs)
     assert "hanging.py" in loop and "in spin" in loop
-    assert "local_store.py" in storage
+    assert "direct_file.py" in storage
     assert "loader processes: pid" in data
     assert "SIGSTOP" in stopped
     for event in hangs:

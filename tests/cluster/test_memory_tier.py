@@ -91,11 +91,15 @@ def test_a_piece_is_copied_to_the_next_node_and_read_from_another_machine(
         snapshot = newest({other: held[other]})
         ((copy,),) = line.sources(snapshot)
         assert copy.index() == b"index"
-        assert copy.view()[: len(data)] == data
+        stream = copy.open()
+        assert stream is not None
+        with stream:
+            found = bytearray(len(data))
+            assert stream.readinto(found) == len(data) and found == data
         monkeypatch.setattr("elastic.cluster.segment.machine", lambda: "another")
-        assert copy.view() is None
-        assert copy.read(0, CHUNK_BYTES) == data[:CHUNK_BYTES]
-        assert copy.read(CHUNK_BYTES, 5000) == data[CHUNK_BYTES:]
+        assert copy.open() is None
+        assert copy.fetch(0, CHUNK_BYTES)() == data[:CHUNK_BYTES]
+        assert copy.fetch(CHUNK_BYTES, 5000)() == data[CHUNK_BYTES:]
         assert chunk_problem(copy.digests(), 1, data[CHUNK_BYTES:]) == ""
     finally:
         keepers.close()
