@@ -32,7 +32,7 @@ def test_a_late_word_of_the_group_before_is_no_part_of_the_re_form() -> None:
     words = words_of(recovery, records)
     words.begin(0, 1)
     recovery.failed("a death", world_size=2)
-    late = {"build_s": 0.1, "load_s": 99.0, "step": 0, "resumed": True}
+    late = {"build_s": 0.1, "load_s": 99.0, "step": 0, "resumed": True, "source": ""}
     words.hear(0, 0, "restored_state", late)
     words.hear(0, 0, "first_step", {"first_step_s": 99.0, "step": 1})
     words.begin(1, 1)
