@@ -140,12 +140,12 @@ def _data(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _checkpoint(options: argparse.Namespace) -> dict[str, Any]:
-    from jobs.bench.checkpoint import QUICK_BYTES, Bench, table
+    from jobs.bench.checkpoint import FULL_BYTES, QUICK_BYTES, Bench, table
 
     bench = (
         Bench(sizes=QUICK_BYTES, num_saves=2, num_loads=1, step_s=0.01)
         if options.quick
-        else Bench(num_saves=options.saves)
+        else Bench(sizes=tuple(options.bytes_per_rank or FULL_BYTES), num_saves=options.saves)
     )
     result = bench.run(_say)
     print(table(result))
@@ -232,6 +232,13 @@ def _add_checkpoint(commands: Any) -> argparse.ArgumentParser:
     )
     checkpoint.add_argument(
         "--saves", type=_positive, default=10, metavar="N", help="in each way, at each size (10)"
+    )
+    checkpoint.add_argument(
+        "--bytes-per-rank",
+        type=parse_bytes,
+        action="append",
+        metavar="N",
+        help="of state; repeatable (400MB and 1.5GB)",
     )
     checkpoint.set_defaults(run=_checkpoint, check=_nothing_to_check)
     return checkpoint

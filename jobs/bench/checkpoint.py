@@ -24,7 +24,7 @@ NUM_RANKS, NUM_RANKS_BEFORE = 2, 3
 NONE, MEMCPY, OURS = "none", "memcpy", "elastic"
 PLAIN, REUSED = "dcp.async_save", "dcp.async_save.reused"
 WAYS = (NONE, MEMCPY, "dcp.save", PLAIN, REUSED, "dcp.async_save.process", OURS)
-DEADLINE_S = 600.0
+DEADLINE_S = 1800.0
 
 
 class MeasurementFailed(RuntimeError):
