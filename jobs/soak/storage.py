@@ -69,13 +69,14 @@ class _Run:
             return self._failed(shards[0], failures[0])
         self.failing.strike(f"{task.seed}/driver")
         try:
-            published = publish(self.catalog, shards, _KEEP, ())
-        except Crashed:
+            try:
+                published = publish(self.catalog, shards, _KEEP, ())
+            except Exception as error:  # noqa: BLE001 - a failed save is what this is about
+                return self._failed(shards[0], f"{type(error).__name__}: {error}")
+        except Crashed:  # in the commit, or while it is cleaned up after
             self.failing.rest()
             self.begin_anew()
             return "driver crashed"
-        except Exception as error:  # noqa: BLE001 - a failed save is what this is about
-            return self._failed(shards[0], f"{type(error).__name__}: {error}")
         finally:
             self.failing.rest()
         self.acknowledged.add(published.step)
