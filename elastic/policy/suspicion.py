@@ -7,12 +7,12 @@ rate are at fault, and no checkpoint. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
 
 from elastic.policy.events import Record
+from elastic.policy.fitting import Recorded
 
 __all__ = ["SUSPECT_STEPS", "Doubt", "Ruling", "Suspicion", "Then", "fold", "rule"]
 
@@ -55,17 +55,6 @@ class Ruling:
     record: Record | None = None
 
 
-class _Recorded(Protocol):
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def data(self) -> Mapping[str, Any]: ...
-
-
 def rule(doubt: Doubt, past: Suspicion | None, *, older_step: int | None) -> Ruling:
     """`past` is the last suspicion that still stands, `older_step` the checkpoint to go back to."""
     where = f"the loss of step {doubt.loss_step} is {doubt.loss}"
@@ -89,7 +78,7 @@ def rule(doubt: Doubt, past: Suspicion | None, *, older_step: int | None) -> Rul
     return Ruling(then=Then.STEP_BACK, reason=reason, record=record)
 
 
-def fold(events: Iterable[_Recorded]) -> Suspicion | None:
+def fold(events: Iterable[Recorded]) -> Suspicion | None:
     """The last suspicion in a run's ledger that nobody has lifted."""
     found: Suspicion | None = None
     for event in events:

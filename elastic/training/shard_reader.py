@@ -32,7 +32,7 @@ from elastic.storage.verified_file import CheckpointCorrupt, VerifiedFile
 from elastic.training.shard_writer import METADATA
 from elastic.training.wanted import Wanted, fill, fill_shares, narrow, shared_out
 
-__all__ = ["CheckpointCorrupt", "ShardReader"]
+__all__ = ["CheckpointCorrupt", "GivenReader", "ShardReader"]
 
 _NUM_THREADS = 2
 _NUM_REQUESTS = 8
@@ -58,7 +58,24 @@ _PICKLED = {
 }
 
 
-class ShardReader(StorageReader):
+class GivenReader(StorageReader):
+    """What DCP asks of a reader that was told at its construction what to read."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        assert checkpoint_id is None, "what to read is given at construction"
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+
+class ShardReader(GivenReader):
     """Reads the directory `path` of `fs`, whose files are those of the manifest.
 
     Raises `CheckpointCorrupt` only where a file is not what the manifest says. Other trouble, such
@@ -192,19 +209,6 @@ class ShardReader(StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         self._storage = metadata.storage_data
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        assert checkpoint_id is None, "the path is given at construction"
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
 
 
 def _chunk(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:

@@ -6,7 +6,6 @@ any other has left there. Nothing is used before its digest was checked. Must no
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from elastic.storage.manifest import FileDigest, TensorInfo
@@ -33,6 +31,7 @@ from elastic.training.node_memory import PieceLost, PieceSource
 from elastic.training.part import torch_dtype
 from elastic.training.piece import Layout, Part
 from elastic.training.saving import STATE, rank_file
+from elastic.training.shard_reader import GivenReader
 from elastic.training.state import TrackedState
 from elastic.training.wanted import Wanted, fill, fill_shares, shared_out
 
@@ -73,7 +72,7 @@ def load_snapshot(
     return restored
 
 
-class SnapshotReader(StorageReader):
+class SnapshotReader(GivenReader):
     """Reads pieces, given the copies of each by the world rank that made it."""
 
     def __init__(self, sources: Sequence[Sequence[PieceSource]], name: str) -> None:
@@ -159,19 +158,6 @@ class SnapshotReader(StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         pass
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        assert checkpoint_id is None, "the pieces are given at construction"
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
 
 
 class _Piece:
