@@ -7,6 +7,7 @@ The only module that reads a storage URL. Paths are data: no character in them h
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import BinaryIO
 
 from elastic.storage.local_store import LocalStore
@@ -73,6 +74,13 @@ class Filesystem:
         """The whole content. Raises `FileNotFoundError`."""
         with self.open_input(path) as file:
             return file.read()
+
+    def read_all(self, paths: Sequence[str]) -> list[bytes]:
+        """The whole content of each, in order: for many small files, faster than one by one.
+
+        Raises `FileNotFoundError`.
+        """
+        return self.store.read_files([self._full(path) for path in paths])
 
     def open_input(self, path: str) -> BinaryIO:
         """A seekable stream to read from; the caller closes it. Raises `FileNotFoundError`."""

@@ -11,9 +11,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -28,7 +28,7 @@ DIR = "ledger"
 _LIFE = re.compile(r"(\d{6,})-([A-Za-z0-9_-]+)(\.arrows)?")
 _LIFE_ID = re.compile(r"[A-Za-z0-9_-]+")
 _SEGMENT = re.compile(r"(\d{9,})\.arrows")
-_NUM_PARALLEL_READS = 16
+_NUM_BATCHES_AT_ONCE = 100
 _SCHEMA = pa.schema(
     [
         ("seq", pa.int64()),
@@ -212,21 +212,24 @@ def next_events(
 
 def _read_segments(fs: Filesystem, life: int, path: str) -> list[LedgerEvent]:
     segments = segments_of(fs, path)
-    with ThreadPoolExecutor(_NUM_PARALLEL_READS) as pool:
-        contents = list(pool.map(fs.read_bytes, segments))
-    pairs = zip(segments, contents, strict=True)
+    pairs = zip(segments, fs.read_all(segments), strict=True)
     return [event for segment, data in pairs for event in _events(life, segment, data)]
 
 
 def _events(life: int, path: str, data: bytes) -> list[LedgerEvent]:
-    return _events_in(life, list(_batches(path, pa.BufferReader(data))))
+    return _events_in(life, _batches(path, pa.BufferReader(data)))
 
 
-def _events_in(life: int, batches: Sequence[pa.RecordBatch]) -> list[LedgerEvent]:
-    sound = _sound(batches)
-    if not sound:
+def _events_in(life: int, batches: Iterable[pa.RecordBatch]) -> list[LedgerEvent]:
+    batches = iter(batches)
+    tables: list[pa.Table] = []
+    # Some at a time: all of them together would have left the processor's caches before each pass.
+    while some := list(islice(batches, _NUM_BATCHES_AT_ONCE)):
+        if sound := _sound(some):
+            tables.append(pa.Table.from_batches(sound).select(_SCHEMA.names).combine_chunks())
+    if not tables:
         return []
-    columns = pa.Table.from_batches(sound).select(_SCHEMA.names).combine_chunks().to_pydict()
+    columns = pa.concat_tables(tables).to_pydict()
     with collector_paused():  # it would walk through all of them again and again, and they stay
         columns["data"] = _objects(columns["data"])
         return list(_rows_of(life, columns))
@@ -285,8 +288,6 @@ def _batches(path: str, data: pa.BufferReader) -> Iterator[pa.RecordBatch]:
 
 
 def _sound(batches: Sequence[pa.RecordBatch]) -> Sequence[pa.RecordBatch]:
-    if not batches:
-        return []
     try:
         pa.Table.from_batches(batches).validate(full=True)
     except pa.ArrowInvalid:

@@ -13,7 +13,7 @@ import io
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO, cast
 
 from elastic.storage.direct_file import DirectFile
@@ -28,6 +28,14 @@ class LocalStore:
     def open_input(self, path: str) -> BinaryIO:
         with _loops_are_missing():
             return open(path, "rb")
+
+    def read_files(self, paths: Sequence[str]) -> list[bytes]:
+        # Not in threads: on a local disk they stand in each other's way.
+        return [self._read_file(path) for path in paths]
+
+    def _read_file(self, path: str) -> bytes:
+        with self.open_input(path) as file:
+            return file.read()
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
         with self.open_input(path) as file:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -20,7 +19,6 @@ from elastic.storage.format import check_format
 
 FORMAT_VERSION = 1
 _DIR = "metrics"
-_NUM_PARALLEL_READS = 16
 _SEGMENT = re.compile(r"g(\d{5,})-(\d{9,})(?:-(\d+))?\.parquet")
 _START = ""  # the name in a row that says where its generation started; no value has it
 _SCHEMA = pa.schema(
@@ -218,25 +216,16 @@ def _read_rows(fs: Filesystem, known: dict[str, pa.Table] | None = None) -> pa.T
             found.append(([int(number or 0) for number in matched.groups()], entry.name))
     names = [name for _, name in sorted(found)]
     fresh = [name for name in names if name not in known]
-    known.update(zip(fresh, _read_segments(fs, fresh), strict=True))
+    paths = [f"{_DIR}/{name}" for name in fresh]
+    for name, path, data in zip(fresh, paths, fs.read_all(paths), strict=True):
+        known[name] = _segment(path, data)
     tables = [known[name] for name in names]
     return pa.concat_tables(tables) if tables else _SCHEMA.empty_table()
 
 
-def _read_segments(fs: Filesystem, names: Sequence[str]) -> list[pa.Table]:
-    def read(name: str) -> pa.Table:
-        return _read_segment(fs, f"{_DIR}/{name}")
-
-    # Threads pay where a file is waited for; on a local disk they stand in each other's way.
-    if fs.is_local:
-        return [read(name) for name in names]
-    with ThreadPoolExecutor(_NUM_PARALLEL_READS) as pool:
-        return list(pool.map(read, names))
-
-
-def _read_segment(fs: Filesystem, path: str) -> pa.Table:
+def _segment(path: str, data: bytes) -> pa.Table:
     # `read_table` would import pandas.
-    table = pq.ParquetFile(pa.BufferReader(fs.read_bytes(path))).read(use_threads=False)
+    table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
     version = (table.schema.metadata or {}).get(b"format_version", b"0")
     check_format(f"metrics {path}", int(version), FORMAT_VERSION)
     if table.schema == _SCHEMA:

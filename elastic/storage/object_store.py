@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, cast
 
@@ -53,6 +54,9 @@ class ObjectStore:
 
     def open_input(self, path: str) -> BinaryIO:
         return cast(BinaryIO, self._fs.open(path, "rb"))
+
+    def read_files(self, paths: Sequence[str]) -> list[bytes]:
+        return [self._fs.cat_file(path) for path in paths]
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
         data: bytes = self._fs.cat_file(path, start=start, end=start + num_bytes)

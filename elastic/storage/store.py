@@ -6,6 +6,7 @@ lies; tests wrap one to record or to break operations. Must not import ray or to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
@@ -25,6 +26,10 @@ class Store(Protocol):
     scheme: str  # "" on a local disk
 
     def open_input(self, path: str) -> BinaryIO: ...
+
+    def read_files(self, paths: Sequence[str]) -> list[bytes]:
+        """The whole content of each, for files that are small and many."""
+        ...
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes: ...
 

@@ -34,7 +34,7 @@ KINDS = {
 """How often each strikes, of all calls that it can strike."""
 _WRITES = ("write_bytes", "create_new", "open_output")
 _CHANGES = (*_WRITES, "rename", "exchange", "remove_tree", "make_dirs")
-_STRUCK = (*_CHANGES, "open_input", "read_range", "list", "entry")
+_STRUCK = (*_CHANGES, "open_input", "read_files", "read_range", "list", "entry")
 _LIES = ("lost write", "torn write")
 
 

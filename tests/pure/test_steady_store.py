@@ -72,6 +72,11 @@ def once_each(error: BaseException) -> Strike:
     return strike
 
 
+def once_each_name(error: BaseException) -> Strike:
+    once = once_each(error)
+    return lambda name, path: once(name, "")
+
+
 @pytest.fixture(params=["local", "object"])
 def store(request: pytest.FixtureRequest) -> Any:
     return LocalStore() if request.param == "local" else ObjectStore("memory")
@@ -127,6 +132,35 @@ def test_what_is_refused_is_not_tried_again(  # B56
         with pytest.raises(type(error)):
             act()
     assert set(refusing.calls.values()) == {1}
+
+
+def test_many_small_files_are_read_in_order_although_each_call_fails_once(
+    store: Any, root: str
+) -> None:
+    plain = Filesystem(store, root)
+    paths = [f"many/{number:03d}" for number in range(150)]
+    for path in paths:
+        plain.write_bytes(path, path.encode())
+    flaky = StruckStore(store, once_each_name(OSError(errno.ESTALE, "Stale file handle")))
+    fs = Filesystem(SteadyStore(flaky, QUICK), root)
+    assert fs.read_all(paths[::-1]) == [path.encode() for path in paths[::-1]]
+    assert fs.read_all([]) == []
+    with pytest.raises(FileNotFoundError):
+        fs.read_all([*paths, "many/none"])
+    with pytest.raises(ValueError, match="relative path"):
+        fs.read_all(["../many"])
+    assert plain.read_all(paths[:2]) == [b"many/000", b"many/001"]
+
+
+def test_a_stuck_disk_holds_up_no_reader_of_many_files(tmp_path: Path) -> None:
+    free = threading.Event()
+    stuck = StruckStore(LocalStore(), lambda *call: free.wait(20) and None)
+    fs = Filesystem(SteadyStore(stuck, Patience(call_s=0.05, tries=1)), str(tmp_path))
+    try:
+        with pytest.raises(StoreStuck, match=r"read_files .*/b: no answer within 0.05 s"):
+            fs.read_all(["b", "c"])
+    finally:
+        free.set()
 
 
 def test_tries_have_an_end(store: Any, root: str) -> None:
