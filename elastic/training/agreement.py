@@ -24,16 +24,18 @@ class Agreement:
         last_step_s: float,
         group: dist.ProcessGroup,
         place: int = 0,
+        saves_ended: bool = False,
         snapshot: tuple[bool, bool] = (True, False),
     ) -> None:
         """`last_step_s` is how long the step before took on this rank; 0 for the first.
 
-        `place` is to be the same on all ranks: see `is_same`. `snapshot`: whether this rank is
-        through with its part of the last one, and whether that part is kept.
+        `place` is to be the same on all ranks: see `is_same`. `saves_ended`: this rank has no save
+        in flight. `snapshot`: whether this rank is through with its part of the last one, and
+        whether that part is kept.
         """
         took_ms = int(last_step_s * 1000)
         wants = [num_valid_tokens, num_samples, int(save), int(leave), took_ms, place]
-        wants += [int(snapshot[0]), int(snapshot[1])]
+        wants += [int(snapshot[0]), int(snapshot[1]), int(saves_ended)]
         self._world_size = dist.get_world_size(group)
         self._sums = torch.tensor(wants, dtype=torch.int64)
         self._work = dist.all_reduce(self._sums, group=group, async_op=True)
@@ -76,3 +78,7 @@ class Agreement:
     def snapshot_is_kept(self) -> bool:
         """Whether every rank's part of the last snapshot is kept: it is whole, if a node goes."""
         return self._value(7) == self._world_size
+
+    def saves_ended(self) -> bool:
+        """Whether no rank had a save in flight when the step began."""
+        return self._value(8) == self._world_size

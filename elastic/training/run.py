@@ -288,8 +288,7 @@ class Run:
         """Finish one optimizer step of a loop that the user owns outright.
 
         `samples` and `tokens` are what this rank used in the step; they are summed over the ranks,
-        once for each tensor-parallel group.
-        Saves, notices and re-forms happen in here.
+        once for each tensor-parallel group. Saves, notices and re-forms happen in here.
         """
         state = self._tracked("run.end_step")
         self._rng = None
@@ -327,6 +326,7 @@ class Run:
             last_step_s=self._last_step_s,
             group=self._groups.control,
             place=place,
+            saves_ended=not self._saves.is_in_flight,
             snapshot=(self._snapshots.is_ended, self._snapshots.is_kept),
         )
 
@@ -370,7 +370,7 @@ class Run:
         if agreement.save():
             self._reporter.phase = "save"
             self._metrics.flush()
-            self._saves.save_or_skip(state, counters)
+            self._saves.save_or_skip(state, counters, is_free=agreement.saves_ended())
 
     def _save_and_leave(self, state: TrackedState, mark: Mark | None = None) -> None:
         self._is_dropped = mark is not None

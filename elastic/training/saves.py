@@ -143,24 +143,30 @@ class Saves:
         """Whether this rank's last save is still being written or committed."""
         return self._flight is not None and not self._flight.result.done()
 
-    def save_or_skip(self, state: TrackedState, counters: Mapping[str, int]) -> None:
+    def save_or_skip(
+        self, state: TrackedState, counters: Mapping[str, int], *, is_free: bool = False
+    ) -> None:
         """Begin a save, unless one is still in flight on any rank and the policy is to skip.
 
-        Raises:
+        `is_free`: the ranks know from one another that none is. Raises:
             SaveFailed: as many saves in a row have failed as the run allows.
         """
         self.settle()
         if self._config.save_behind == "wait":
             self.wait()
-        busy = torch.tensor([int(self._flight is not None)])
-        dist.all_reduce(busy, group=self._groups.control)
-        if busy.item() == 0:
+        if is_free or not self._is_any_in_flight():
             self._num_seen = self._num_asked
             self._begin(state, counters)
             return
         if self._member.world_rank == 0:
             since_s = time.monotonic() - self._begun_s
             self._coordinator.notify("save_skipped", {"step": counters["step"], "since_s": since_s})
+
+    def _is_any_in_flight(self) -> bool:
+        """Whether some rank's last save has not ended yet. Every rank asks."""
+        busy = torch.tensor(int(self._flight is not None))
+        dist.all_reduce(busy, group=self._groups.control)
+        return bool(busy.item())
 
     def save_and_wait(
         self, state: TrackedState, counters: Mapping[str, int], mark: Mark | None = None

@@ -20,22 +20,21 @@ METADATA = ".metadata"
 
 
 class ShardWriter:
-    """Writes to `path` of `fs`: this rank's shards, `files` by name, and on rank 0 `.metadata`.
+    """Writes to `path` of `fs`: this rank's shards, files by name, and on rank 0 `.metadata`.
 
     Afterwards `written` tells every file it wrote. Each is durable before its digest is there.
     """
 
-    def __init__(self, fs: Filesystem, path: str, rank: int, files: Mapping[str, bytes]) -> None:
+    def __init__(self, fs: Filesystem, path: str, rank: int) -> None:
         self._fs = fs.sub(path)
         self._rank = rank
-        self._files = files
         self.written: list[FileDigest] = []
 
-    def write(self, shards: memoryview) -> None:
-        """The shards, which are written as they lie in memory, and the files given at first."""
+    def write(self, shards: memoryview, files: Mapping[str, bytes]) -> None:
+        """The shards, which are written as they lie in memory, and the files by name."""
         if shards.nbytes:
             self._write_shards(shard_file(self._rank), shards)
-        for name, data in self._files.items():
+        for name, data in files.items():
             self._write_file(name, data)
 
     def write_metadata(self, data: bytes) -> None:

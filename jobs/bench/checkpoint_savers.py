@@ -6,6 +6,7 @@ them; what ours spends is.
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -101,6 +102,7 @@ class Dcp:
         return True
 
     def clear(self) -> None:
+        gc.collect()  # a finished save of DCP holds its copies in a cycle, as many gigabytes
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(self._folder)
@@ -135,7 +137,8 @@ class Ours:
     def begin(self) -> None:
         self._step += 1
         counters = {"step": self._step, "samples": 0, "tokens": 0, "epoch": 0}
-        self._saves.save_or_skip(self._state, counters)
+        # In a run the sum at the start of each step has told; here it is the watch that knows.
+        self._saves.save_or_skip(self._state, counters, is_free=True)
 
     def is_over(self) -> bool:
         if self._saves.is_in_flight:

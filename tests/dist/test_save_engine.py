@@ -9,9 +9,11 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +25,8 @@ from elastic.policy.mesh import Mesh
 from elastic.policy.retention import Retention
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
-from elastic.training import process_group, verdicts
+from elastic.training import jsonable, process_group, saving, verdicts
+from elastic.training.agreement import Agreement
 from elastic.training.checkpoint import AsyncSaver, WriteFailed, load
 from elastic.training.coordinator import CommitResult, Orders
 from elastic.training.coordinator import Shard as Handed
@@ -85,6 +88,24 @@ def test_what_is_written_where_is_worked_out_once(
     assert counts == [1, 1, 2, 2]
     before = (tmp_path / "step-2" / ".metadata").read_bytes()
     assert (tmp_path / "step-3" / ".metadata").read_bytes() == before
+
+
+def test_plain_values_are_kept_as_they_were_when_the_save_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Callable[[], None]] = []
+    monkeypatch.setattr(saving, "_in_background", lambda write: begun.append(write) or Future())
+    values: dict[str, Any] = {"seen": [1], "array": np.ones(2)}
+    AsyncSaver().save(
+        Filesystem.at(str(tmp_path)), "a", {}, plain=values, rank_plain={"deep": [values]}, rank=0
+    )
+    values["seen"].append(2)
+    values["array"][:] = 7.0
+    begun[0]()
+    plain = jsonable.loads((tmp_path / "a" / "state.json").read_bytes())
+    rank_plain = jsonable.loads((tmp_path / "a" / "rank-0.json").read_bytes())
+    for found in (plain, *rank_plain["deep"]):
+        assert (found["seen"], found["array"].tolist()) == ([1], [1.0, 1.0])
 
 
 def held_alike(rank: int, world_size: int, folder: Path) -> list[list[int]]:
@@ -290,6 +311,21 @@ def test_the_buffer_of_a_save_is_left_alone_until_it_is_durable(  # B08 B01
     assert run.line.told.count("save_skipped") == 6
     assert gate.most_at_once == 1
     assert {step: run.read(step) for step in (1, 2)} == expected
+
+
+def test_a_save_in_flight_when_the_step_began_is_asked_about(alone: Callable[..., Alone]) -> None:
+    alone(Filesystem.at("/"), nn.Linear(1, 1))
+    for ended in (True, False):
+        agreement = Agreement(
+            num_valid_tokens=1,
+            num_samples=1,
+            save=True,
+            leave=False,
+            last_step_s=0.0,
+            group=dist.group.WORLD,
+            saves_ended=ended,
+        )
+        assert agreement.saves_ended() == ended
 
 
 def test_every_save_asked_for_is_committed_or_counted_as_skipped(  # B04
