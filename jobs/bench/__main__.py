@@ -140,16 +140,14 @@ def _data(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _checkpoint(options: argparse.Namespace) -> dict[str, Any]:
-    from jobs.bench.checkpoint import FULL_BYTES, QUICK_BYTES, Bench, table
+    from jobs.bench.checkpoint import FULL_BYTES, QUICK_BYTES, Bench
 
     bench = (
         Bench(sizes=QUICK_BYTES, num_saves=2, num_loads=1, step_s=0.01)
         if options.quick
         else Bench(sizes=tuple(options.bytes_per_rank or FULL_BYTES), num_saves=options.saves)
     )
-    result = bench.run(_say)
-    print(table(result))
-    return result
+    return bench.run(_say)
 
 
 def _say(line: str) -> None:

@@ -57,8 +57,17 @@ class Bench:
     step_s: float = 0.1
 
     def run(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """The report, ready for JSON. Raises `MeasurementFailed` when a rank ends without it."""
-        return {"sizes": [self._at_size(size, say) for size in self.sizes]}
+        """The report, ready for JSON; sizes that came to nothing are told in `failures`."""
+        sizes, failures = [], []
+        for size in self.sizes:
+            try:
+                sizes.append(self._at_size(size, say))
+            except MeasurementFailed as failure:
+                failures.append(f"{size} bytes a rank: {failure}")
+                say(f"    failed: {failures[-1]}")
+            else:
+                say(table(sizes[-1]))
+        return {"sizes": sizes, "failures": failures}
 
     def _at_size(self, bytes_per_rank: int, say: Callable[[str], None]) -> dict[str, Any]:
         say(f"{bytes_per_rank / 1e6:.0f} MB a rank, {NUM_RANKS} ranks: saves ...")
@@ -175,12 +184,8 @@ def ratios(
     return found
 
 
-def table(result: dict[str, Any]) -> str:
-    """The report for a reader."""
-    return "\n\n".join(_table(size) for size in result["sizes"])
-
-
-def _table(size: dict[str, Any]) -> str:
+def table(size: dict[str, Any]) -> str:
+    """The report of one size for a reader."""
     about = f"{size['bytes_per_rank'] / 1e6:.0f} MB a rank, steps of {_ms(size['step_s'])} ms"
     lines = [
         f"{about}; medians in ms, of {len(size['memcpy_raw_s'])} saves each",

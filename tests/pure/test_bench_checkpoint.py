@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jobs.bench.checkpoint import WAYS, report, table
+from jobs.bench.checkpoint import WAYS, Bench, MeasurementFailed, report, table
 
 ADDED_S = {
     "none": 0.0,
@@ -64,6 +64,20 @@ def test_the_report_has_every_way_and_the_ratios_that_are_asked_for() -> None:
 
 
 def test_the_table_names_every_way() -> None:
-    told = table({"sizes": [report(400_000_000, events())]})
+    told = table(report(400_000_000, events()))
     assert all(f"\n{way} " in told for way in WAYS)
     assert "400 MB a rank" in told and "added_over_reused 0.51" in told
+
+
+def test_what_one_size_gave_is_kept_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(bench: Bench, bytes_per_rank: int, say: Any) -> dict[str, Any]:
+        if bytes_per_rank == 500:
+            raise MeasurementFailed("rank 1 ended with -9")
+        return report(bytes_per_rank, events())
+
+    monkeypatch.setattr(Bench, "_at_size", measured)
+    said: list[str] = []
+    result = Bench(sizes=(400, 500, 600)).run(said.append)
+    assert [size["bytes_per_rank"] for size in result["sizes"]] == [400, 600]
+    assert result["failures"] == ["500 bytes a rank: rank 1 ended with -9"]
+    assert any("failed" in line and "-9" in line for line in said)
