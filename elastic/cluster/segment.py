@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14, which Python's mmap does not know
+
 
 @dataclass(frozen=True)
 class Place:
@@ -34,9 +36,12 @@ class Segment:
     def __init__(self, num_bytes: int) -> None:
         fd = os.memfd_create("elastic-snapshot", os.MFD_CLOEXEC)
         try:
+            os.ftruncate(fd, max(1, num_bytes))
+            self._map = _mapped(fd, num_bytes)
+            with contextlib.suppress(OSError):  # an older kernel makes small pages, below
+                self._map.madvise(_MADV_POPULATE_WRITE)
             # Taken now: a page that cannot be had later would kill whoever writes to it.
             os.posix_fallocate(fd, 0, max(1, num_bytes))
-            self._map = mmap.mmap(fd, max(1, num_bytes))
         except BaseException:
             os.close(fd)
             raise
@@ -67,7 +72,15 @@ def map_place(place: Place) -> mmap.mmap:
     Raises as `open_place`.
     """
     with open_place(place, "r+") as file:
-        return mmap.mmap(file.fileno(), max(1, place.num_bytes))
+        return _mapped(file.fileno(), place.num_bytes)
+
+
+def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
+    """In large pages where the machine has them for shared memory: each costs to be found."""
+    found = mmap.mmap(fd, max(1, num_bytes))
+    with contextlib.suppress(OSError):
+        found.madvise(mmap.MADV_HUGEPAGE)
+    return found
 
 
 def open_place(place: Place, mode: str = "r") -> FileIO:

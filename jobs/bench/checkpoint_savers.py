@@ -6,6 +6,8 @@ them; what ours spends is.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -102,11 +104,18 @@ class Dcp:
         return True
 
     def clear(self) -> None:
-        gc.collect()  # a finished save of DCP holds its copies in a cycle, as many gigabytes
+        _give_back()
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(self._folder)
         dist.barrier()
+
+
+def _give_back() -> None:
+    """Lets the system have the copies of a finished save: all ways' at once may not fit."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # the C library of another system
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Ours:

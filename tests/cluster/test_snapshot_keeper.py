@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cluster.segment import MapStream, Place, machine, map_place, open_place
+from elastic.cluster.segment import MapStream, Place, Segment, machine, map_place, open_place
 from elastic.cluster.snapshot_keeper import Refused, SnapshotKeeper
 from elastic.policy.coverage import SLOTS, Piece, Unneeded
 from elastic.storage.chunk_digests import ChunkDigester, chunk_problem
@@ -111,6 +111,19 @@ def test_what_cannot_fit_is_said_with_both_numbers() -> None:
     assert keeper.check(1 << 20) == ""
     needed = 1 << 50
     assert keeper.check(needed).startswith(f"snapshots need {needed} bytes of memory here, found ")
+
+
+def test_memory_lies_in_large_pages_where_the_machine_has_them() -> None:
+    choice = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    if not choice.exists() or not any(
+        f"[{on}]" in choice.read_text() for on in ("advise", "always")
+    ):
+        pytest.skip("this machine has none for shared memory: see the README on large pages")
+    segment = Segment(8 << 20)
+    (part,) = Path("/proc/self/smaps").read_text().split("elastic-snapshot")[1:]
+    in_large = [line for line in part.splitlines() if line.startswith("ShmemPmdMapped")]
+    assert in_large[0].split()[1:] == [str(8 << 10), "kB"]
+    segment.close()
 
 
 PROGRAM = """
