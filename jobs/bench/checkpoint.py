@@ -6,22 +6,25 @@ elastic: the ranks do, in `checkpoint_saves` and `checkpoint_loads`.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from jobs.bench import s3_server
 from jobs.bench.events import EventLog
-from jobs.bench.site import measurement_directory
+from jobs.bench.site import environment, measurement_directory
 
 FULL_BYTES = (400_000_000, 1_500_000_000)
 QUICK_BYTES = (8_000_000, 16_000_000)
 NUM_RANKS, NUM_RANKS_BEFORE = 2, 3
 NONE, MEMCPY, OURS = "none", "memcpy", "elastic"
+MEMORY, S3 = "elastic.memory", "elastic.s3"
 PLAIN, REUSED = "dcp.async_save", "dcp.async_save.reused"
 WAYS = (NONE, MEMCPY, "dcp.save", PLAIN, REUSED, "dcp.async_save.process", OURS)
 DEADLINE_S = 1800.0
@@ -41,10 +44,16 @@ class Plan:
     num_loads: int
     step_s: float
     ways: tuple[str, ...] = WAYS
+    has_s3: bool = False
 
     @property
     def log(self) -> EventLog:
         return EventLog(Path(self.directory) / "events.jsonl")
+
+    @property
+    def bucket(self) -> Path:
+        """Where the S3 server has its objects; its last component is the bucket's name."""
+        return Path(self.directory) / "s3" / "bucket"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +91,7 @@ class Bench:
             )
             _ranks("jobs.bench.checkpoint_saves", plan, NUM_RANKS, "save")
             say(f"    loads, saved by {NUM_RANKS_BEFORE} ranks ... {_since(begun_s)}")
-            _ranks("jobs.bench.checkpoint_loads", plan, NUM_RANKS_BEFORE, "write")
-            _ranks("jobs.bench.checkpoint_loads", plan, NUM_RANKS, "read")
+            _loads(plan, say)
             events = plan.log.read()
         say(f"    done {_since(begun_s)}")
         return report(bytes_per_rank, events)
@@ -91,6 +99,29 @@ class Bench:
 
 def _since(begun_s: float) -> str:
     return f"after {time.monotonic() - begun_s:.0f} s"
+
+
+def _loads(plan: Plan, say: Callable[[str], None]) -> None:
+    """Those of the S3 server too, unless it cannot be had here."""
+    if why := s3_server.why_unavailable():
+        say(f"    {S3} is left out: {why}")
+    plan = replace(plan, has_s3=not why)
+    with _s3(plan.bucket) if plan.has_s3 else contextlib.nullcontext():
+        _ranks("jobs.bench.checkpoint_loads", plan, NUM_RANKS_BEFORE, "write")
+        _ranks("jobs.bench.checkpoint_loads", plan, NUM_RANKS, "read")
+
+
+@contextlib.contextmanager
+def _s3(bucket: Path) -> Iterator[None]:
+    """A server, which the processes that are started meanwhile find by their environment."""
+    bucket.mkdir(parents=True)
+    server = s3_server.S3Server(bucket.parent)
+    try:
+        server.start()
+        with environment(s3_server.environment(server.port)):
+            yield
+    finally:
+        server.stop()
 
 
 def _ranks(module: str, plan: Plan, num_ranks: int, what: str) -> None:
@@ -181,6 +212,9 @@ def ratios(
             found[f"load_over_dcp{suffix}"] = median(load_s[f"{OURS}{suffix}"]) / median(
                 load_s[f"dcp.load{suffix}"]
             )
+    for name, way in (("s3", S3), ("cold", f"{OURS}.cold"), ("hot", OURS)):
+        if MEMORY in load_s and way in load_s:
+            found[f"memory_over_{name}"] = median(load_s[MEMORY]) / median(load_s[way])
     return found
 
 

@@ -1,7 +1,8 @@
 """The ranks' side of `bench checkpoint`'s loads: what three ranks saved, two ranks load, in place.
 
-Each way reads what was saved in that way. Hot: the files are in the page cache. Cold: the system
-was told to drop them, as after a restart of the node.
+Each way reads what was saved in that way. Hot: the files are in the page cache, also those of the
+S3 server, which is on this machine. Cold: the system was told to drop them, as after a restart of
+the node.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from elastic.training.checkpoint import AsyncSaver, describe, load
 from elastic.training.process_group import Groups
 from elastic.training.state import TrackedState
 from jobs.bench import checkpoint_memory
-from jobs.bench.checkpoint import NUM_RANKS, OURS, Plan
+from jobs.bench.checkpoint import MEMORY, NUM_RANKS, OURS, S3, Plan
 from jobs.bench.checkpoint_state import Job, join
 
 _DCP = "dcp.load"
@@ -35,7 +37,7 @@ def main(plan: Plan, what: str, rank: int, num_ranks: int) -> None:
     # The same in all, whatever the number of ranks.
     job = Job(groups, plan.bytes_per_rank * NUM_RANKS)
     if what == "write":
-        _write(directory, job.state, groups)
+        _write(plan, job.state, groups)
         checkpoint_memory.write(directory, job.state)
     else:
         with checkpoint_memory.loader(directory, member, job.state, groups) as from_memory:
@@ -43,12 +45,27 @@ def main(plan: Plan, what: str, rank: int, num_ranks: int) -> None:
     dist.barrier()
 
 
-def _write(directory: Path, state: TrackedState, groups: Groups) -> None:
+def _places(plan: Plan) -> dict[str, Filesystem]:
+    """Where our ways have saved, each below its own name."""
+    places = {OURS: Filesystem.at(plan.directory)}
+    if plan.has_s3:
+        places[S3] = Filesystem.at(f"s3://{plan.bucket.name}")
+    return places
+
+
+def _write(plan: Plan, state: TrackedState, groups: Groups) -> None:
+    directory = Path(plan.directory)
+    dcp.save(dict(state.capture().tensors), checkpoint_id=str(directory / _DCP))
+    saver = AsyncSaver(groups.saves)
+    for way, fs in _places(plan).items():
+        _manifest(directory, way).write_bytes(pickle.dumps(_save(saver, fs, way, state)))
+
+
+def _save(saver: AsyncSaver, fs: Filesystem, way: str, state: TrackedState) -> Manifest:
     captured = state.capture()
-    dcp.save(dict(captured.tensors), checkpoint_id=str(directory / _DCP))
-    handle = AsyncSaver(groups.saves).save(
-        Filesystem.at(str(directory)),
-        OURS,
+    handle = saver.save(
+        fs,
+        way,
         captured.tensors,
         plain={"tracked": captured.plain},
         rank_plain={},
@@ -56,7 +73,7 @@ def _write(directory: Path, state: TrackedState, groups: Groups) -> None:
     )
     files: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(files, handle.files())
-    manifest = Manifest(
+    return Manifest(
         run_id="bench",
         step=1,
         world_size=len(files),
@@ -67,25 +84,28 @@ def _write(directory: Path, state: TrackedState, groups: Groups) -> None:
         tensors=describe(captured.tensors),
         files=[file for of_rank in files for file in of_rank],
     )
-    (directory / "manifest").write_bytes(pickle.dumps(manifest))
+
+
+def _manifest(directory: Path, way: str) -> Path:
+    return directory / f"manifest-{way}"
 
 
 def _read(plan: Plan, state: TrackedState, groups: Groups, from_memory: Callable[[], Any]) -> None:
     directory = Path(plan.directory)
     tensors = dict(state.capture().tensors)
-    manifest = pickle.loads((directory / "manifest").read_bytes())
-    fs = Filesystem.at(str(directory))
     ways: dict[str, Callable[[], Any]] = {
-        _DCP: lambda: dcp.load(tensors, checkpoint_id=str(directory / _DCP)),
-        OURS: lambda: load(fs, OURS, manifest, state, groups.control),
-        checkpoint_memory.MEMORY: from_memory,
+        _DCP: lambda: dcp.load(tensors, checkpoint_id=str(directory / _DCP))
     }
+    for way, fs in _places(plan).items():
+        manifest = pickle.loads(_manifest(directory, way).read_bytes())
+        ways[way] = partial(load, fs, way, manifest, state, groups.control)
+    ways[MEMORY] = from_memory
+    files_in = {_DCP: directory / _DCP, OURS: directory / OURS, S3: plan.bucket / S3}
     for turn in range(plan.num_loads + 1):
         for way, read in ways.items():
-            is_on_disk = way != checkpoint_memory.MEMORY
-            for is_cold in (False, True) if is_on_disk else (False,):
-                if is_on_disk:
-                    _set_cache(directory / way, is_cold)
+            for is_cold in (False, True) if way in (_DCP, OURS) else (False,):
+                if way in files_in:
+                    _set_cache(files_in[way], is_cold)
                 took_s = _timed(read, groups.control)
                 if turn and dist.get_rank() == 0:  # the first warms up
                     name = f"{way}.cold" if is_cold else way

@@ -24,9 +24,9 @@ from elastic.training.process_group import Groups
 from elastic.training.saving import STATE, rank_file
 from elastic.training.snapshot_reader import load_snapshot
 from elastic.training.state import TrackedState
+from jobs.bench.checkpoint import MEMORY
 from jobs.bench.cluster import local_cluster
 
-MEMORY = "elastic.memory"
 _HELD = ((0, 2), (1,))
 """Whose pieces each of the two nodes has."""
 

@@ -434,4 +434,7 @@ def test_the_benchmark_runs() -> None:
     bench = Bench(sizes=QUICK_BYTES[:1], num_saves=2, num_loads=1, step_s=0.01)
     (size,) = bench.run(lambda line: None)["sizes"]
     assert all(len(row["added_s"]) == 2 for row in size["save"].values())
-    assert set(size["load_s"]) == {"dcp.load", "dcp.load.cold", "elastic", "elastic.cold"}
+    ours = {"elastic", "elastic.cold", "elastic.s3", "elastic.memory"}
+    assert set(size["load_s"]) == {"dcp.load", "dcp.load.cold"} | ours
+    assert all(len(taken_s) == 1 for taken_s in size["load_s"].values())
+    assert size["ratios"].keys() >= {"memory_over_s3", "memory_over_cold", "memory_over_hot"}

@@ -18,6 +18,14 @@ ADDED_S = {
     "dcp.async_save.process": 3.0,
     "elastic": 0.25,
 }
+LOAD_S = {
+    "dcp.load": 1.0,
+    "dcp.load.cold": 4.0,
+    "elastic": 0.5,
+    "elastic.cold": 3.0,
+    "elastic.s3": 6.0,
+    "elastic.memory": 0.3,
+}
 
 
 def events() -> list[dict[str, Any]]:
@@ -35,10 +43,10 @@ def events() -> list[dict[str, Any]]:
     ]
     loads = [
         {"event": "load", "way": way, "load_s": took_s}
-        for way, took_s in (("dcp.load", 1.0), ("elastic", 0.5), ("dcp.load.cold", 4.0))
+        for way, took_s in LOAD_S.items()
         for _ in range(2)
     ]
-    return [*saves, *loads, {"event": "load", "way": "elastic.cold", "load_s": 3.0}]
+    return [*saves, *loads]
 
 
 def test_the_report_has_every_way_and_the_ratios_that_are_asked_for() -> None:
@@ -59,8 +67,18 @@ def test_the_report_has_every_way_and_the_ratios_that_are_asked_for() -> None:
             "none_spread": 0.02 / 0.75,
             "load_over_dcp": 0.5,
             "load_over_dcp.cold": 0.75,
+            "memory_over_s3": 0.05,
+            "memory_over_cold": 0.1,
+            "memory_over_hot": 0.6,
         }
     )
+
+
+def test_without_an_s3_server_all_else_is_reported() -> None:
+    result = report(400, [event for event in events() if event["way"] != "elastic.s3"])
+    assert set(result["load_s"]) == set(LOAD_S) - {"elastic.s3"}
+    assert "memory_over_s3" not in result["ratios"]
+    assert result["ratios"]["memory_over_cold"] == pytest.approx(0.1)
 
 
 def test_the_table_names_every_way() -> None:
