@@ -103,10 +103,16 @@ def _since(begun_s: float) -> str:
 
 def _loads(plan: Plan, say: Callable[[str], None]) -> None:
     """Those of the S3 server too, unless it cannot be had here."""
-    if why := s3_server.why_unavailable():
-        say(f"    {S3} is left out: {why}")
-    plan = replace(plan, has_s3=not why)
-    with _s3(plan.bucket) if plan.has_s3 else contextlib.nullcontext():
+    with contextlib.ExitStack() as undo:
+        why = s3_server.why_unavailable()
+        if not why:
+            try:
+                undo.enter_context(_s3(plan.bucket))
+            except RuntimeError as error:
+                why = str(error)
+        if why:
+            say(f"    {S3} is left out: {why}")
+        plan = replace(plan, has_s3=not why)
         _ranks("jobs.bench.checkpoint_loads", plan, NUM_RANKS_BEFORE, "write")
         _ranks("jobs.bench.checkpoint_loads", plan, NUM_RANKS, "read")
 
@@ -150,7 +156,8 @@ def _await(ranks: Sequence[BaseProcess], what: str) -> None:
         if process.exitcode != 0:
             raise MeasurementFailed(
                 f"rank {rank} of `{what}` ended with {process.exitcode} (None: it had not ended "
-                f"after {DEADLINE_S:.0f} s); see its traceback above"
+                f"after {DEADLINE_S:.0f} s; -9: the system may have had too little memory, of "
+                "which all ways together take about 12 times a rank's state); see above"
             )
 
 

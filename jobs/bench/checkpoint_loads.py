@@ -22,6 +22,7 @@ from torch.distributed import checkpoint as dcp
 from elastic.storage.checkpoints import Manifest
 from elastic.storage.filesystem import Filesystem
 from elastic.training.checkpoint import AsyncSaver, describe, load
+from elastic.training.collector import settle
 from elastic.training.process_group import Groups
 from elastic.training.state import TrackedState
 from jobs.bench import checkpoint_memory
@@ -96,13 +97,15 @@ def _read(plan: Plan, state: TrackedState, groups: Groups, from_memory: Callable
     directory = Path(plan.directory)
     tensors = dict(state.capture().tensors)
     ways: dict[str, Callable[[], Any]] = {
-        _DCP: lambda: dcp.load(tensors, checkpoint_id=str(directory / _DCP))
+        _DCP: lambda: dcp.load(tensors, checkpoint_id=str(directory / _DCP)),
+        MEMORY: from_memory,
     }
+    # S3 comes last: its server is not at rest at once when it has answered.
     for way, fs in _places(plan).items():
         manifest = pickle.loads(_manifest(directory, way).read_bytes())
         ways[way] = partial(load, fs, way, manifest, state, groups.control)
-    ways[MEMORY] = from_memory
     files_in = {_DCP: directory / _DCP, OURS: directory / OURS, S3: plan.bucket / S3}
+    settle()  # as the service does, and for all ways: a collection takes as long as a load
     for turn in range(plan.num_loads + 1):
         for way, read in ways.items():
             for is_cold in (False, True) if way in (_DCP, OURS) else (False,):

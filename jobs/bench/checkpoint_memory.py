@@ -57,7 +57,7 @@ def loader(
             cluster = undo.enter_context(local_cluster(num_nodes=2, fast_health_checks=False))
             told = [cluster.address]
         dist.broadcast_object_list(told, group=groups.control)
-        ray.init(address=told[0], namespace="bench", log_to_driver=False)
+        ray.init(address=told[0], namespace="bench", log_to_driver=False, logging_level="WARNING")
         undo.callback(ray.shutdown)
         nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Resources"].get("CPU"))
         if rank == 0:

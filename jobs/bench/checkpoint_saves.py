@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic.training.collector import settle
 from jobs.bench.checkpoint import NONE, OURS, Plan
 from jobs.bench.checkpoint_savers import Saver, savers
 from jobs.bench.checkpoint_state import Job, join
@@ -27,6 +28,7 @@ def main(plan: Plan, what: str, rank: int, num_ranks: int) -> None:
     job = Job(groups, plan.bytes_per_rank * num_ranks)
     ways = savers(directory, job.state, member, groups, store)
     job.calibrate(plan.step_s)
+    settle()  # as the service does, and for all ways
     watch = Watch(job, groups.control)
     for way in plan.ways:  # the first makes buffers, processes and files that stay
         watch.save(ways[way], way)
