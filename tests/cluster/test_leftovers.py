@@ -32,6 +32,7 @@ FLAGS = (
 ENDLESS = ("--steps", "1000000")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_the_jobs_supervisor_is_killed(one_node: LocalCluster, tmp_path: Path):  # B73, B74
     url = str(tmp_path / "demo")

@@ -20,7 +20,10 @@ def worst(left: list[float], right: list[float]) -> float:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-5)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [("float64", 1e-9), pytest.param("float32", 1e-5, marks=pytest.mark.thorough)],
+)
 def test_three_to_two_to_three(tmp_path: Path, optimizer: str, dtype: str, tolerance: float):
     whole = Recipe(root=f"{tmp_path}/whole", until=60, optimizer=optimizer, dtype=dtype)
     parts = dataclasses.replace(whole, root=f"{tmp_path}/parts")
