@@ -69,12 +69,13 @@ class MemoryLine:
         self._filled: Place | None = None
         self._keeper = keepers.by_node.get(keepers.own)
 
-    def check(self, piece_bytes: int) -> str:
+    def check(self, piece_bytes: int, beside_bytes: int) -> str:
         """Asks the keeper of this node, which knows what it holds already."""
         has_buddy = self._keepers.buddy is not None
-        needed = room_bytes(piece_bytes, self._member.local_world_size, has_buddy=has_buddy)
+        num_ranks = self._member.local_world_size
+        needed = room_bytes(piece_bytes, num_ranks, has_buddy=has_buddy)
         try:
-            found: str = self._ask("check", needed, timeout_s=_READ_S)
+            found: str = self._ask("check", needed, beside_bytes * num_ranks, timeout_s=_READ_S)
         except NotKept:
             return ""  # which says nothing about memory
         return found

@@ -93,16 +93,20 @@ class SnapshotKeeper:
 
     # --- a worker on this node ------------------------------------------------------------------
 
-    def check(self, needed_bytes: int) -> str:
-        """Why so much memory cannot be had here; "" if it can."""
+    def check(self, needed_bytes: int, beside_bytes: int = 0) -> str:
+        """Why so much memory cannot be had here, with what saves are about to take; "" if it can.
+
+        What is here already counts for the first of them.
+        """
         with self._lock:
             segments = [one.segment for one in self._kept.values()]
             segments += [one for owned in self._free.values() for one in owned]
             missing = needed_bytes - sum(segment.num_bytes for segment in segments)
         found = available_bytes()
-        if missing <= found:
+        if max(0, missing) + beside_bytes <= found:
             return ""
-        return f"snapshots need {needed_bytes} bytes of memory here, found {found} available"
+        saves = f" and saves {beside_bytes} more" if beside_bytes else ""
+        return f"snapshots need {needed_bytes} bytes of memory here{saves}, found {found} available"
 
     def rooms(
         self, owner: int, generation: int, num_bytes: int

@@ -46,8 +46,11 @@ class PieceSource(Protocol):
 class NodeMemory(Protocol):
     """Room for this rank's pieces, on its node and with a copy on another one."""
 
-    def check(self, piece_bytes: int) -> str:
-        """Why there is too little memory for snapshots of such pieces; "" unless that is known."""
+    def check(self, piece_bytes: int, beside_bytes: int) -> str:
+        """Why there is too little memory for snapshots of such pieces; "" unless that is known.
+
+        `beside_bytes` is what each rank is about to take besides.
+        """
 
     def prepare(self, num_bytes: int) -> None:
         """Have room for pieces of that size. Takes its time; off the training thread.

@@ -133,7 +133,7 @@ class Run:
                 check_sharding(value, self.mesh, self._groups.shape)
             elif isinstance(value, torch.optim.Optimizer):
                 self._reporter.follow(value)
-        self._state = self._snapshots.checked(TrackedState(**objects))
+        self._state = self._snapshots.checked(TrackedState(**objects), self._saves.missing_bytes)
         self._rng = lambda: rng.derive(self.seed, 0, self.data_rank)
         built_s = time.monotonic()
         self._reporter.phase = "load"

@@ -91,16 +91,20 @@ class Saves:
             HostMemoryShort: a node has too little.
             FusedIntoBackward: on a GPU, an optimizer that steps during the backward pass.
         """
-        needed_bytes = staging_bytes(
-            state.capture().tensors, state.optimizers, self._member.world_rank
-        )
-        missing_bytes = max(0, needed_bytes - self._saver.held_bytes)
+        missing_bytes = self.missing_bytes(state)
         check_host_memory(
             missing_bytes, self._member.node_rank, self._groups.control, available_bytes()
         )
-        self._saver.reserve(needed_bytes)
+        self._saver.reserve(self._saver.held_bytes + missing_bytes)
         self._saver.follow(state.optimizers)
         return state
+
+    def missing_bytes(self, state: TrackedState) -> int:
+        """Host memory that this rank's copies take beyond what is kept for them already."""
+        needed_bytes = staging_bytes(
+            state.capture().tensors, state.optimizers, self._member.world_rank
+        )
+        return max(0, needed_bytes - self._saver.held_bytes)
 
     def is_due(self, step: int) -> bool:
         """Whether the interval asks for a save after `step`. Rank 0's answer counts.

@@ -66,8 +66,12 @@ class Snapshots:
         self._problem = ""
         self._num_skipped = 0
 
-    def checked(self, state: TrackedState) -> TrackedState:
+    def checked(
+        self, state: TrackedState, beside_bytes: Callable[[TrackedState], int]
+    ) -> TrackedState:
         """The same state, now that there is memory for snapshots of it.
+
+        `beside_bytes` tells what else this rank is about to take for it.
 
         Raises `SnapshotsDoNotFit`.
         """
@@ -76,7 +80,7 @@ class Snapshots:
         rank = self._member.world_rank
         layout, _ = piece.lay_out(state.capture().tensors, {}, rank)
         piece_bytes = layout.num_bytes + state.expected_growth_bytes()
-        problem = self.memory.check(piece_bytes)
+        problem = self.memory.check(piece_bytes, beside_bytes(state))
         if problem:
             raise SnapshotsDoNotFit(
                 f"{problem}, for pieces of about {piece_bytes} bytes on each rank of this node: "

@@ -214,10 +214,10 @@ ALONE = Membership(
 class Full:
     """A node without memory for snapshots."""
 
-    asked_bytes = 0
+    asked_bytes = (0, 0)
 
-    def check(self, piece_bytes: int) -> str:
-        self.asked_bytes = piece_bytes
+    def check(self, piece_bytes: int, beside_bytes: int) -> str:
+        self.asked_bytes = piece_bytes, beside_bytes
         return "snapshots need 8 bytes of memory here, found 4 available"
 
 
@@ -229,9 +229,9 @@ def test_snapshots_that_do_not_fit_are_refused_before_the_first_step() -> None:
     model = torch.nn.Linear(1000, 10, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(SnapshotsDoNotFit, match=r"found 4 available.*snapshot_every=None"):
-        found.checked(TrackedState(model=model, optimizer=optimizer))
-    # Moments that are not there yet count.
-    assert memory.asked_bytes == pytest.approx(3 * 40_000, rel=0.01)
+        found.checked(TrackedState(model=model, optimizer=optimizer), saves(1.0).missing_bytes)
+    # Moments that are not there yet count, and so does what saves are about to take.
+    assert memory.asked_bytes == pytest.approx((3 * 40_000, 3 * 40_000), rel=0.1)
 
 
 def saves(every_s: float) -> Saves:
