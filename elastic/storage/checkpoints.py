@@ -245,6 +245,9 @@ class Catalog:
         """Deletes a checkpoint, its marker first; nothing happens when it is missing."""
         path = self._look(step).path
         self.fs.remove_tree(f"{home(step)}/{MARKER}")
+        if self.fs.is_local:
+            # What is left by a crash is no checkpoint that has lost its marker.
+            self.fs.remove_tree(f"{home(step)}/{MANIFEST}")
         if path != home(step) and path not in quarantine.kept_data(self.fs):
             self.fs.remove_tree(path)
         self.fs.remove_tree(home(step))
@@ -318,9 +321,11 @@ class Catalog:
             raise ValueError(f"this manifest commits {expected!r}, found {attempt_path!r}")
 
     def _make_way(self, old: Look, reason: str) -> None:
-        if old.has_marker:
-            # It was published once, by us or by another run: such bytes are never deleted here.
-            quarantine.set_aside(self.fs, old.step, old.flaw or reason)
+        is_whole = self.fs.is_local and self.fs.exists(f"{home(old.step)}/{MANIFEST}")
+        if old.has_marker or is_whole:
+            # It was published once, by us or by another run: such bytes are never deleted here,
+            # nor are those of which only the marker was lost.
+            quarantine.set_aside(self.fs, old.step, f"{old.flaw}; {reason}" if old.flaw else reason)
         elif self.fs.is_local:
             self.fs.remove_tree(home(old.step))
 

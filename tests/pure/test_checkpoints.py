@@ -474,6 +474,38 @@ def test_what_was_once_published_is_set_aside_and_not_deleted(catalog: Catalog, 
     assert catalog.fs.read_bytes(f"{data}/__0_0.distcp") == CONTENT["__0_0.distcp"]
 
 
+def test_a_checkpoint_that_has_lost_its_marker_is_set_aside_and_not_deleted(
+    tmp_path: Path,
+) -> None:
+    catalog = Catalog(new_fs("local", tmp_path), RUN)
+    save(catalog, 20, generation=0)
+    catalog.fs.remove_tree("checkpoints/step-20/_COMPLETE")
+    save(catalog, 20, generation=1)
+    assert catalog.verify_files(20) == []
+    told = reasons(catalog)["quarantine/step-20-0"]
+    assert "no _COMPLETE marker" in told and "replaced by a save of generation 1" in told
+    for name, data in CONTENT.items():
+        assert catalog.fs.read_bytes(f"checkpoints/quarantine/step-20-0/{name}") == data
+
+
+def test_what_a_crash_in_a_removal_leaves_is_kept_only_if_it_is_whole(tmp_path: Path) -> None:
+    kept = []
+    for lives in range(20):
+        catalog = Catalog(new_fs("local", tmp_path), RUN)
+        save(catalog, 20, generation=0)
+        dying = Catalog(Filesystem(CrashingStore(catalog.fs.store, lives), catalog.fs.root), RUN)
+        try:
+            dying.remove(20)
+            break
+        except Crash:
+            pass
+        catalog.commit(*write_attempt(catalog, 20, generation=1), replace=True)
+        aside = Path(catalog.fs.root, "checkpoints/quarantine/step-20-0")
+        kept.append(aside.exists())
+        assert not kept[-1] or {*CONTENT, "manifest.json"} <= set(os.listdir(aside))
+    assert kept[-1] is False and len(kept) > 1
+
+
 def kept_data(fs: Filesystem, quarantine_path: str) -> str:
     """Where the bytes of a quarantined checkpoint are."""
     if fs.is_local:
