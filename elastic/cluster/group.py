@@ -123,7 +123,7 @@ class Group:
             self._not_started(generation, error.reason, error.is_capacity)
             return
         except NothingToResume as error:
-            self._not_started(generation, str(error), False)
+            self._not_started(generation, str(error), False, is_final=True)
             return
         except Exception as error:
             logger.exception("starting generation %d failed", generation)
@@ -138,9 +138,15 @@ class Group:
         self._post(GroupStarted(generation=generation, world_size=len(members)))
         self._spawn(self._begin(generation, members, resume))
 
-    def _not_started(self, generation: int, reason: str, is_capacity: bool) -> None:
+    def _not_started(
+        self, generation: int, reason: str, is_capacity: bool, *, is_final: bool = False
+    ) -> None:
         self.members = []
-        self._post(GroupStartFailed(generation=generation, reason=reason, is_capacity=is_capacity))
+        self._post(
+            GroupStartFailed(
+                generation=generation, reason=reason, is_capacity=is_capacity, is_final=is_final
+            )
+        )
 
     async def reform(
         self,

@@ -59,6 +59,8 @@ class GroupStartFailed(Event):
     reason: str
     is_capacity: bool
     """The resources were not there after all, as opposed to a fault of a worker."""
+    is_final: bool = False
+    """None of the run's checkpoints is left to resume: trying again gives the same answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

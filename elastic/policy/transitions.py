@@ -280,7 +280,8 @@ def _reform_failed(rules: Rules, now: Situation, event: Event, time_s: float) ->
 
 
 def _start_failed(rules: Rules, now: Situation, event: Event, time_s: float) -> Decision:
-    """Want of room, or a node lost meanwhile, is tried again; any other fault is counted."""
+    """Want of room, or a node lost meanwhile, is tried again; any other fault is counted, and what
+    no try can mend ends the run."""
     assert isinstance(event, GroupStartFailed)
     told = of_start(event.reason)
     failure = Failure(
@@ -288,7 +289,8 @@ def _start_failed(rules: Rules, now: Situation, event: Event, time_s: float) -> 
     )
     data: dict[str, object] = {}
     if not event.is_capacity:
-        data = {"cause": told.cause, "evidence": told.evidence}
+        cause = Cause.STORAGE if event.is_final else told.cause
+        data = {"cause": cause, "evidence": told.evidence}
         data["counted"] = as_recorded(failure, now.committed_step)
     record = Record(kind="start_failed", generation=now.generation, reason=event.reason, data=data)
     if now.stop_reason:
@@ -303,6 +305,8 @@ def _start_failed(rules: Rules, now: Situation, event: Event, time_s: float) -> 
         world_size=0,
         ceiling=now.world_size - 1 if event.is_capacity else now.ceiling,
     )
+    if event.is_final:
+        return _end(new, "failed", event.reason, time_s, before=(record,))
     if not event.is_capacity:
         new, gave_up = _count(rules, new, failure, time_s)
         if gave_up:

@@ -151,6 +151,21 @@ def test_a_start_without_room_is_tried_smaller_and_the_wait_stays_bounded():
     assert drive.now.phase is Phase.FAILED
 
 
+def test_a_start_that_no_try_can_mend_ends_the_run_in_its_own_words():
+    drive = Drive()
+    drive(e.CapacitySeen(num_workers=4))
+    why = "3 checkpoints were committed, and none is complete now"
+    failed = e.GroupStartFailed(generation=0, reason=why, is_capacity=False)
+    assert drive(failed)[-1] == e.LookForCapacity()  # any other fault is tried again
+    drive = Drive()
+    drive(e.CapacitySeen(num_workers=4))
+    commands = drive(dataclasses.replace(failed, is_final=True))
+    assert drive.now.phase is Phase.FAILED
+    assert [one.kind for one in commands[:-1]] == ["start_failed", "run_failed"]
+    assert commands[0].data["cause"] == "storage"
+    assert commands[-2].reason == why and commands[-1] == e.End(outcome="failed", reason=why)
+
+
 def test_death_during_the_start_is_kept_until_the_group_stands():
     drive = Drive()
     drive(e.CapacitySeen(num_workers=3))
