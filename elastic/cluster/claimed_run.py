@@ -20,12 +20,16 @@ from elastic.policy.situation import Situation
 from elastic.storage.archive import archive_of
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import claim
+from elastic.storage.expected import PASSED_BY
 from elastic.storage.filesystem import Filesystem
+from elastic.storage.late_visibility import AWAITED
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.rollback import roll_back, steps_above
 from elastic.training.loggers.fan_out import FannedOutMetrics, FanOut
 
 logger = logging.getLogger("elastic")
+
+_WARNED = (AWAITED, PASSED_BY)
 
 
 class ClaimedRun:
@@ -44,6 +48,7 @@ class ClaimedRun:
         try:
             self.past = read_ledger(filesystem)
             """What earlier lives of the driver have recorded."""
+            self._warnings: list[str] = []
             self.cadence = Cadence(config.save, config.mtbf_s)
             """How often to save; it hears all that is recorded."""
             self.cadence.hear_past(self.past)
@@ -74,6 +79,10 @@ class ClaimedRun:
         except BaseException:
             self._claim.lease.release()
             raise
+
+    def told(self) -> dict[str, object]:
+        """For whoever submitted it: where its page is, and warnings so far, one a line."""
+        return {**self.page.where(), "warnings": list(self._warnings)}
 
     def last_generation(self) -> int:
         """Of earlier lives; -1 when there was none."""
@@ -108,6 +117,9 @@ class ClaimedRun:
         self.cadence.hear(record.kind, record.step, record.data, time_s)
         self._loggers.heard(record.kind, record.step, record.reason, record.data)
         self._ray_metrics.heard(record, time_s)
+        if record.kind in _WARNED:
+            what = record.kind.replace("_", " ")
+            self._warnings.append(f"{what}, step {record.step}: {record.reason}")
         try:
             self._ledger.append(
                 record.kind,

@@ -8,6 +8,8 @@ refused after it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +22,16 @@ from elastic.policy.retention import Retention
 from elastic.storage.archive import Archive
 from elastic.storage.archiver import ARCHIVED_S, Archiver
 from elastic.storage.checkpoints import Catalog
-from elastic.storage.late_visibility import wait_until_visible
+from elastic.storage.expected import Expected
+from elastic.storage.late_visibility import wait_for
 from elastic.storage.ledger import LedgerEvent
 from elastic.storage.room import RoomWatch
 from elastic.storage.suspects import highest_trusted, rule_on
 from elastic.training.coordinator import CommitResult, Shard
 from elastic.training.failed_saves import FULL, clean_up
 from elastic.training.publishing import Published, publish
+
+logger = logging.getLogger("elastic")
 
 
 @dataclass
@@ -69,6 +74,7 @@ class Commits:
         self._generation = -1
         self._attempts: dict[int, _Attempt] = {}
         self._protected: set[int] = set()
+        self._expected = Expected(catalog)
         self._suspicion: suspicion.Suspicion | None = None
         self._archiver: Archiver | None = None
 
@@ -145,24 +151,36 @@ class Commits:
         """As `open`, for a run with this past, whose newest checkpoint may be shown late.
 
         Raises:
-            NothingToResume: the past tells of checkpoints, none can be found, and nobody has said
+            NothingToResume: checkpoints were committed, none can be found, and nobody has said
                 that the run may start again.
         """
         if not from_scratch:
-            await self.in_order(lambda: wait_until_visible(self._catalog, past))
+            self._expected.hear_past(past)
+        loop = asyncio.get_running_loop()
+
+        def tell(word: Record) -> None:
+            said = dataclasses.replace(word, generation=generation)
+            loop.call_soon_threadsafe(self._tell, "said", said)
+
+        newest = self._expected.newest()
+        await self.in_order(lambda: wait_for(self._catalog, newest, tell=tell))
         step = await self.open(generation)
         self._suspicion = self._suspicion or suspicion.fold(past)
-        committed = [event.step for event in past if event.kind == "checkpoint_committed"]
-        if step is None and committed and not from_scratch:
-            raise NothingToResume(
-                f"{len(committed)} checkpoints were committed, the last at step {committed[-1]}, "
-                f"and none is complete now under {self._catalog.fs.url}/checkpoints; "
-                "refusing to start again at step 0: restore them, or use another name"
-            )
+        refusal = "" if step is not None else await self.in_order(self._expected.refusal)
+        if refusal:
+            raise NothingToResume(refusal)
         return step
+
+    async def tell_passed_by(self, resumed: int) -> None:
+        """Say which newer checkpoints are not resumed though they were committed, and why."""
+        for word in await self.in_order(lambda: self._expected.passed_by(resumed)):
+            logger.warning("checkpoint passed by, step %d: %s", word.step, word.reason)
+            self._tell("said", dataclasses.replace(word, generation=self._generation))
 
     async def step_back(self, step: int, reason: str) -> int | None:
         """Quarantine a checkpoint with bad bytes; the next older complete one."""
+
+        self._expected.gone([step])
 
         def choose() -> int | None:
             if self._catalog.inspect(step).complete:
@@ -227,6 +245,8 @@ class Commits:
         if not attempt.outcome.done():
             attempt.outcome.set_result(CommitResult(committed=True))
         self._attempts.pop(last.attempt, None)
+        self._expected.committed(published.step)
+        self._expected.gone(published.removed)
         self._tell("published", published)
         self._tell("short", await self.in_order(lambda: self._room.look(published.bytes)))
 
@@ -235,7 +255,9 @@ class Commits:
             right, keep = self._check_right, self._keep
             return clean_up(self._catalog, shard, reason, keep, self._protected, right)
 
-        self._tell("freed", await self.in_order(work))
+        freed = await self.in_order(work)
+        self._expected.gone(freed)
+        self._tell("freed", freed)
 
     def _settle(self, attempt: _Attempt, shard: Shard, result: CommitResult) -> None:
         if not attempt.outcome.done():
@@ -257,7 +279,7 @@ def words_of(what: str, found: Any) -> list[Record | Event]:
         return [Record(kind="checkpoint_removed", step=step, reason=FULL) for step in found]
     if what == "short":
         return [Record(kind="storage_short", reason=found)] if found else []
-    if what == "ruled":
+    if what in ("ruled", "said"):
         return [found]
     assert isinstance(found, Published)
     committed = Record(

@@ -173,7 +173,7 @@ class Driver:
             "step": max(now.step, self._words.resumed_step if self._is_open else -1),
             "checkpoint_step": now.committed_step,
             "restarts": self._recovery.count,
-            **(self._run.page.where() if self._is_open else {}),
+            **(self._run.told() if self._is_open else {}),
         }
 
     def outcome(self) -> dict[str, Any]:

@@ -59,7 +59,13 @@ class Resumption:
         step = await self._commits.choose(generation, self._past, from_scratch=self._from_scratch)
         if step is not None:
             self._post(Committed(step=step))
-        return self._chosen(step, found)
+        return await self._told(self._chosen(step, found))
+
+    async def _told(self, resume: Resume) -> Resume:
+        """The same, once it is said which newer checkpoints it passes by."""
+        if resume.step is not None:
+            await self._commits.tell_passed_by(resume.step)
+        return resume
 
     async def _newest(self, generation: int) -> Snapshot | None:
         """The newest whole snapshot that was not trained from a suspect checkpoint."""
@@ -100,7 +106,7 @@ class Resumption:
         self._record(Record(kind=kind, generation=generation, step=snapshot.step, reason=reason))
         await self.keepers.drop(snapshot)
         found = await self._newest(generation)
-        resume = self._chosen(await self._commits.highest(), found)
+        resume = await self._told(self._chosen(await self._commits.highest(), found))
         if resume.step is not None:
             return resume, ""
         problem = f"the snapshot of step {snapshot.step} cannot be loaded: {reason}; there is none "
@@ -121,6 +127,7 @@ class Resumption:
         self._record(Record(kind=kind, generation=generation, step=step, reason=reason))
         older = await self._commits.step_back(step, reason)
         if older is not None:
+            await self._commits.tell_passed_by(older)
             return older, ""
         problem = (
             f"no checkpoint with sound bytes is left; the last tried, step {step}: {reason}. "

@@ -108,7 +108,8 @@ class ElasticTrainer(TorchTrainer):
 
         The result's metrics are those of the last step, its checkpoint the highest complete one,
         its path the run directory. `on_status` is called about once a second with a dict (state,
-        reason, step, loss, tokens_per_s, generation, world_size, checkpoint_step, restarts).
+        reason, step, loss, tokens_per_s, generation, world_size, checkpoint_step, restarts,
+        warnings: lines, all since the driver began).
 
         Raises:
             TrainingFailed: the run failed; the message leads with the first cause and its rank.

@@ -138,9 +138,10 @@ def _step(status: RunStatus) -> str:
 
 def _checkpoint(status: RunStatus) -> str:
     if status.checkpoint_step is None:
-        return "none complete yet"
+        return status.checkpoint_note or "none complete yet"
     when = status.checkpoint_age_s
-    return f"step {status.checkpoint_step}" + ("" if when is None else f", {age(when)} ago")
+    told = f"step {status.checkpoint_step}" + ("" if when is None else f", {age(when)} ago")
+    return "; ".join(filter(None, [told, status.checkpoint_note]))
 
 
 def _restarts(status: RunStatus) -> str:

@@ -35,6 +35,7 @@ _STANDS = frozenset(
     {
         *("started", "resumed", "checkpoint_quarantined", "checkpoint_suspect"),
         *("checkpoint_trusted", "snapshot_rejected", "rng_left_out"),
+        *("checkpoint_awaited", "checkpoint_passed_by"),
     }
 )
 _COURSE = _STANDS | {

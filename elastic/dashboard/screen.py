@@ -38,6 +38,7 @@ _SAVED = {
     "checkpoint_committed": "committed",
     "checkpoint_failed": "FAILED",
     "checkpoint_quarantined": "QUARANTINED",
+    "checkpoint_passed_by": "PASSED BY",
     "checkpoint_suspect": "SUSPECT",
 }
 

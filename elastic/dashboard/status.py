@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elastic.dashboard.checkpoint_note import checkpoint_note
 from elastic.dashboard.goodput import goodput_if_readable
 from elastic.dashboard.kept_out import KeptOutNode, nodes_kept_out
 from elastic.dashboard.last_lines import LastLines, last_lines_of_failure
@@ -34,6 +35,7 @@ _STATE_AFTER = {
     "driver_took_over": "STARTING",
     "waiting": "WAITING",
     "generation_planned": "STARTING",
+    "checkpoint_awaited": "STARTING",
     "start_failed": "STARTING",
     "generation_started": "STARTING",
     "started": "RUNNING",
@@ -83,6 +85,8 @@ class RunStatus:
     tokens_per_s: float | None
     checkpoint_step: int | None
     checkpoint_age_s: float | None
+    checkpoint_note: str
+    """Of the checkpoints that were committed and do not count now, in words; "" for none."""
     save_interval: dict[str, Any] | None
     """How often it saves, `seconds` or `steps` or neither, and `why` in words."""
     restarts: int
@@ -163,6 +167,7 @@ def summarise(
         tokens_per_s=_number(progress.get("tokens_per_s")),
         checkpoint_step=checkpoint_step,
         checkpoint_age_s=_checkpoint_age_s(events, checkpoint_step, now_s),
+        checkpoint_note=checkpoint_note(events, checkpoint_step),
         save_interval=_save_interval(events),
         restarts=sum(restarts.values()),
         restarts_by_cause=restarts,

@@ -10,23 +10,28 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from elastic.policy.events import Record
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.ledger import LedgerEvent
 
-__all__ = ["VISIBLE_S", "newest_committed", "wait_until_visible"]
+__all__ = ["VISIBLE_S", "committed_steps", "newest_committed", "wait_for", "wait_until_visible"]
 
 logger = logging.getLogger("elastic")
 
 VISIBLE_S = 35.0
 """How late a store may show what was committed."""
+AWAITED = "checkpoint_awaited"
+"""The ledger's word for such a wait."""
 _LOOK_AGAIN_S = 0.5
 
 
 def newest_committed(past: Iterable[LedgerEvent]) -> int | None:
-    """The highest step of those that were committed, and not taken away again, as the ledger tells.
+    """The highest of `committed_steps`; None if there is none."""
+    return max(committed_steps(past), default=None)
 
-    None if there is none.
-    """
+
+def committed_steps(past: Iterable[LedgerEvent]) -> set[int]:
+    """Steps that were committed, and not taken away again, as the ledger tells."""
     there: set[int] = set()
     for event in past:
         if event.kind == "checkpoint_committed":
@@ -35,7 +40,7 @@ def newest_committed(past: Iterable[LedgerEvent]) -> int | None:
             there.discard(event.step)
         elif event.kind == "rolled_back":
             there = {step for step in there if step <= event.step}
-    return max(there, default=None)
+    return there
 
 
 def wait_until_visible(
@@ -45,12 +50,24 @@ def wait_until_visible(
     visible_s: float | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Whether the newest checkpoint that was committed, or a higher one, is to be seen.
+    """As `wait_for`, of the newest checkpoint that was committed."""
+    return wait_for(catalog, newest_committed(past), visible_s=visible_s, sleep=sleep)
 
-    Looks again for `VISIBLE_S`, unless `visible_s` says otherwise, and returns False then. One that
-    is there and damaged is not waited for, and True. Raises as `Catalog.highest`.
+
+def wait_for(
+    catalog: Catalog,
+    step: int | None,
+    *,
+    tell: Callable[[Record], object] = lambda record: None,
+    visible_s: float | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Whether the checkpoint of `step`, or a higher one, is to be seen; True for None.
+
+    Looks again for `VISIBLE_S`, unless `visible_s` says otherwise, and returns False then; `tell`
+    is called when such a wait begins. One that is there and damaged is not waited for, and True.
+    Raises as `Catalog.highest`.
     """
-    step = newest_committed(past)
     if step is None:
         return True
     visible_s = VISIBLE_S if visible_s is None else visible_s
@@ -58,8 +75,10 @@ def wait_until_visible(
     is_told = False
     while not _is_seen(catalog, step):
         if not is_told:
-            words = "step-%d of %s was committed and is not to be seen: looking again for %g s"
-            logger.warning(words, step, catalog.fs.url, visible_s)
+            url = catalog.fs.url
+            words = f"step-{step} of {url} was committed and is not to be seen: looking again"
+            logger.warning("%s for %g s", words, visible_s)
+            tell(Record(kind=AWAITED, step=step, reason=f"{words} for {visible_s:g} s"))
             is_told = True
         if time.monotonic() >= until_s:
             return False

@@ -23,8 +23,9 @@ from elastic.storage.archive import archive_of
 from elastic.storage.archiver import ARCHIVED_S, Archiver
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import RunSpec, claim
+from elastic.storage.expected import Expected
 from elastic.storage.filesystem import Filesystem
-from elastic.storage.late_visibility import wait_until_visible
+from elastic.storage.late_visibility import wait_for
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.metrics import MetricsWriter
 from elastic.storage.room import RoomWatch
@@ -83,6 +84,9 @@ class Book:
         self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])
         self._metrics = MetricsWriter(filesystem)
         self._catalog = Catalog(filesystem, self._claim.run_file.run_id)
+        self._expected = Expected(self._catalog)
+        self._expected.hear_past(self._past)
+        self._passed_by: list[Record] = []
         self._room = RoomWatch(filesystem)
         self._short = ""
         self._keep = keep
@@ -109,6 +113,7 @@ class Book:
             "step": -1,
             "checkpoint_step": -1,
             "restarts": launcher.restarts,
+            "warnings": [],
         }
 
     def choose(self) -> tuple[str, int, int | None]:
@@ -118,16 +123,13 @@ class Book:
             NoSoundCheckpoint: checkpoints were committed and none is complete now.
         """
         self._catalog.sweep(self._generation)
-        wait_until_visible(self._catalog, self._past)
+        wait_for(self._catalog, self._expected.newest(), tell=self._record_as_told)
         found = highest_trusted(self._catalog)
         self._resumed = None if found is None else found.step
         self._short = "" if found is None else self._room.look(found.bytes)
-        lost = [event.step for event in self._past if event.kind == "checkpoint_committed"]
-        if found is None and lost:
-            raise NoSoundCheckpoint(
-                f"{len(lost)} checkpoints were committed, the last at step {lost[-1]}, and none "
-                "is complete now: restore them, or use another name"
-            )
+        if found is None and (refusal := self._expected.refusal()):
+            raise NoSoundCheckpoint(refusal)
+        self._passed_by = [] if found is None else self._expected.passed_by(found.step)
         self._protected = set() if found is None else {found.step}
         return self._claim.run_file.run_id, self._generation, self._resumed
 
@@ -158,6 +160,7 @@ class Book:
                 data={"cause": "launcher restart", "then": "restart"},
             )
         self._record("run_started", data=data)
+        self._record_passed_by(self._passed_by)
         self._record_short(self._short)
         for change in self._claim.changed:
             self._record("config_changed", reason=str(change))
@@ -276,6 +279,7 @@ class Book:
     def step_back(self, step: int, reason: str) -> int:
         """The next older checkpoint than this bad one, which is put aside."""
         self._record("checkpoint_quarantined", step=step, reason=reason)
+        self._expected.gone([step])
         if self._catalog.inspect(step).complete:
             self._catalog.quarantine(step, reason)
         found = highest_trusted(self._catalog, below=step)
@@ -283,6 +287,7 @@ class Book:
             raise NoSoundCheckpoint(
                 f"no checkpoint with sound bytes is left; the last tried, step {step}: {reason}"
             )
+        self._record_passed_by(self._expected.passed_by(found.step))
         self._protected = {found.step}
         return found.step
 
@@ -335,6 +340,13 @@ class Book:
 
     def _record_as_told(self, record: Record) -> None:
         self._record(record.kind, step=record.step, reason=record.reason, data=record.data)
+
+    def _record_passed_by(self, found: Sequence[Record]) -> None:
+        for word in found:
+            warning = f"checkpoint passed by, step {word.step}: {word.reason}"
+            logger.warning("%s", warning)
+            self._status["warnings"] = [*self._status["warnings"], warning]
+            self._record_as_told(word)
 
     def _record_wish(self, kind: str, *, reason: str, data: Mapping[str, Any]) -> None:
         self._record(kind, step=self._status["step"], reason=reason, data=data)

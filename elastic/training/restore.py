@@ -5,6 +5,7 @@ The driver decides, all ranks are told, all confirm. No rank lists storage to ch
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from elastic.training.membership import Membership
 from elastic.training.node_memory import NodeMemory, PieceLost
 from elastic.training.snapshot_reader import load_snapshot
 from elastic.training.state import TrackedState
+
+logger = logging.getLogger("elastic")
 
 T = TypeVar("T")
 
@@ -147,10 +150,15 @@ def restore(
 
 def _wait_until_visible(catalog: Catalog, step: int, visible_s: float) -> list[str]:
     until_s = time.monotonic() + visible_s
+    is_told = False
     while True:
         found = catalog.inspect(step)
         if found.complete:
             return []
+        if not is_told:
+            words = "step-%d of %s is not complete here: looking again for %g s; %s"
+            logger.warning(words, step, catalog.fs.url, visible_s, found.reason)
+            is_told = True
         if time.monotonic() > until_s:
             problem = (
                 f"step-{step} of {catalog.fs.url}, which the driver found complete, is not so "

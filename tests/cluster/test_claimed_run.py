@@ -16,6 +16,7 @@ from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.recovery import Recovery
 from elastic.policy.budgets import Budgets, Failure, as_recorded
 from elastic.policy.causes import Cause
+from elastic.policy.events import Record
 from elastic.policy.retention import Retention
 from elastic.policy.situation import Rules
 from elastic.storage import lease
@@ -23,7 +24,7 @@ from elastic.storage.claim import RunSpec
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
 from elastic.storage.rollback import RollbackRefused
-from jobs.report import progress_line
+from jobs.report import Progress, progress_line
 from tests.pure.test_cli import ARun
 
 
@@ -85,6 +86,21 @@ def test_a_step_that_cannot_be_gone_back_to_lets_go_of_the_run(run: ARun) -> Non
     again = ClaimedRun(config(run))
     assert again.catalog.complete_steps() == [0, 20, 30]
     again.close()
+
+
+def test_who_submitted_it_is_warned_of_a_checkpoint_that_is_passed_by(
+    run: ARun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claimed = ClaimedRun(config(run))
+    claimed.record(Record(kind="checkpoint_passed_by", step=30, reason="shard is missing"))
+    claimed.record(Record(kind="checkpoint_removed", step=0, reason="retention"))
+    status = Driver(config(run), None).status() | claimed.told()  # type: ignore[arg-type]
+    claimed.close()
+    progress = Progress(60)
+    progress(status)
+    progress(status)
+    told = "WARNING   checkpoint passed by, step 30: shard is missing"
+    assert capsys.readouterr().out.splitlines().count(told) == 1 == len(status["warnings"])
 
 
 def test_a_driver_that_waits_for_the_lease_has_a_status(run: ARun) -> None:

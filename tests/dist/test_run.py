@@ -78,7 +78,12 @@ def test_bad_newest_checkpoint_is_passed_by_once(tmp_path: Path, kind: str):  # 
     assert {rank["resumed"] for rank in ended} == {10}
     assert curve(recipe.root) == expected
     assert catalog(recipe.root).highest().step == 20
-    quarantined = [e for e in read_ledger(Filesystem.at(recipe.root)) if "quarantined" in e.kind]
+    events = read_ledger(Filesystem.at(recipe.root))
+    quarantined = [e for e in events if "quarantined" in e.kind]
+    passed_by = [e for e in events if e.kind == "checkpoint_passed_by"]
+    told = [(e.life, e.step, e.data["resumed_step"]) for e in passed_by]
+    assert told == ([] if kind == "flipped" else [(1, 20, 10)])
+    assert all(e.data["problem"] in e.reason for e in passed_by)
     if kind == "flipped":  # the others are not complete, which needs no reading of bytes
         assert len(quarantined) == 1 and quarantined[0].step == 20
         assert "expected xxh3_128:" in quarantined[0].reason

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from elastic.cli import main
+from elastic.dashboard.report import status_facts
 from elastic.dashboard.status import STALE_AFTER_S, read_status, restarts_by_cause, state_of
 from elastic.dashboard.text import age, plain, size, table, to_json
 from elastic.policy.situation import FINAL, Phase
@@ -444,6 +445,37 @@ def test_a_checkpoint_that_lacks_a_part_is_listed_with_what_is_wrong(run: ARun) 
     assert lines[1].split()[:2] == ["10", "yes"]
     assert lines[2].split()[:2] == ["20", "no"]
     assert second["reason"] in lines[2]
+
+
+def test_status_tells_of_checkpoints_that_do_not_count(run: ARun) -> None:
+    for step in (10, 20, 30):
+        run.checkpoint(step)
+        run.event("checkpoint_committed", 60, step=step)
+    assert run.status().checkpoint_note == ""
+    for step in (20, 30):
+        (run.root / "checkpoints" / f"step-{step}" / "shard").unlink()
+        facts = {"problem": "shard is missing", "resumed_step": 10}
+        run.event("checkpoint_passed_by", 50, step=step, reason="shard is missing", data=facts)
+    told = "step 10, 60 s ago; step 30 (and 1 before it) was passed by: shard is missing"
+    assert run.status().checkpoint_age_s == 60
+    assert status_facts(run.status())["checkpoint"] == told
+    run.checkpoint(40)
+    assert run.status().checkpoint_note == ""  # what came after it is saved
+    catalog = Catalog(run.fs, run.run_file.run_id)
+    for step in (10, 20, 30, 40):
+        run.event("checkpoint_quarantined", 40, step=step, reason="bad")
+        catalog.quarantine(step, "bad")
+    found = status_facts(run.status())["checkpoint"]
+    assert found.startswith("none complete; 3 were committed, 3 of them are in quarantine: see")
+
+
+def test_status_says_what_a_start_waits_for(run: ARun) -> None:
+    run.event("run_started", 9)
+    run.event("checkpoint_awaited", 8, step=50, reason="step-50: looking again for 35 s")
+    assert (run.status().state, run.status().reason) == (
+        "STARTING",
+        "step-50: looking again for 35 s",
+    )
 
 
 def test_a_run_without_checkpoints_says_so(run: ARun) -> None:

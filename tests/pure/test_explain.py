@@ -216,6 +216,16 @@ def test_a_failure_on_the_way_to_the_new_step_is_of_the_same_restart() -> None:
     assert (found[0].old_world_size, found[0].reason) == (3, "the 2nd")
 
 
+def test_a_checkpoint_that_was_passed_by_is_in_the_story() -> None:
+    facts = {"problem": "state.json is missing", "resumed_step": 20}
+    why = "it was committed and is not complete: state.json is missing"
+    passed_by = word("checkpoint_passed_by", 21, generation=1, step=30, reason=why, data=facts)
+    events = [*begun(), decided(20), passed_by, *stands(22, 1, 2), recovered(24, 1)]
+    (one,) = restarts_of(events)
+    told = restart_text(one, 1, None, run="run", now_s=NOW_S)
+    assert f"checkpoint passed by: {why}" in told
+
+
 def test_a_node_that_is_left_without_a_save_is_a_drain() -> None:
     """A save under way that ends in time: nothing but the notice and the next generation."""
     notice = word("drain_noticed", 15, generation=0, reason="node b")

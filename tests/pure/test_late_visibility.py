@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from elastic.policy.events import Record
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Entry, Filesystem
-from elastic.storage.late_visibility import newest_committed, wait_until_visible
+from elastic.storage.late_visibility import newest_committed, wait_for, wait_until_visible
 from elastic.storage.ledger import LedgerEvent, LedgerWriter, read_ledger
 from elastic.storage.rollback import roll_back
 from tests.made_run import add_checkpoint, make_run
@@ -75,6 +76,19 @@ def test_the_wait_has_an_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     add_checkpoint(catalog, 10)
     assert not wait_until_visible(catalog, committed(10, 20), visible_s=0.0)
     assert "step-20" in caplog.text
+
+
+def test_the_wait_is_told_once_when_it_begins(tmp_path: Path) -> None:
+    catalog = make_run(tmp_path)
+    add_checkpoint(catalog, 10)
+    words: list[Record] = []
+    slept: list[float] = []
+    assert not wait_for(catalog, 20, tell=words.append, visible_s=0.05, sleep=slept.append)
+    assert len(slept) > 1
+    assert [(one.kind, one.step) for one in words] == [("checkpoint_awaited", 20)]
+    assert "looking again for 0.05 s" in words[0].reason
+    assert wait_for(catalog, None) and wait_for(catalog, 10, tell=words.append)
+    assert len(words) == 1
 
 
 def test_nobody_waits_for_what_is_there_or_was_put_aside(tmp_path: Path) -> None:

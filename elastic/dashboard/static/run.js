@@ -43,7 +43,7 @@ function drawState(told) {
     fact("Restarts", whole(status.restarts), causes || null),
     fact("Steps lost", whole(status.lost_steps), "done again"),
     fact("Goodput", percent(told.goodput?.share), "useful of all slot time"),
-    fact("Checkpoint", status.checkpoint_step === null ? "none" : `step ${whole(status.checkpoint_step)}`, ago(told.checkpoint_s)),
+    fact("Checkpoint", status.checkpoint_step === null ? "none" : `step ${whole(status.checkpoint_step)}`, status.checkpoint_note || ago(told.checkpoint_s)),
     fact("Last word", ago(told.last_word_s), "of the driver"));
   const lines = [head, facts];
   if (status.last_lines) {
