@@ -151,6 +151,7 @@ def _train_under_torchrun(
     from elastic.storage.claim import IdentityMismatch, run_url
     from elastic.storage.format import UnsupportedFormat
     from elastic.storage.lease import LeaseHeld
+    from elastic.storage.room import NoRoom
     from elastic.training.coordinator import NoSoundCheckpoint
     from elastic.training.standalone import NotStarted
 
@@ -176,6 +177,7 @@ def _train_under_torchrun(
         UnsupportedFormat,
         NoSoundCheckpoint,
         ArchiveTaken,
+        NoRoom,
     ) as error:
         place.say_once(f"pretrain: {error}")
         return 1

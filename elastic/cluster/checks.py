@@ -17,6 +17,7 @@ from elastic.policy.situation import Rules
 from elastic.storage.claim import recorded_tiers, run_url
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.rollback import RollbackRefused
+from elastic.storage.room import check_room
 from elastic.storage.run_file import load_run_file
 from elastic.training.loggers.logger import Logger
 
@@ -156,9 +157,7 @@ def url_of(run: RunConfig) -> str:
 def probe(filesystem: Filesystem) -> None:
     """Fail now, not at the first save, if the storage cannot be written."""
     try:
-        filesystem.make_dirs()
-        filesystem.write_bytes(".probe", b"")
-        filesystem.remove_tree(".probe")
+        check_room(filesystem)
     except OSError as error:
         raise ValueError(
             f"cannot write to the run directory {filesystem.url}: {error}; "

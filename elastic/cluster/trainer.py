@@ -41,13 +41,14 @@ from elastic.storage.format import UnsupportedFormat
 from elastic.storage.lease import LeaseHeld
 from elastic.storage.metrics import current_metrics
 from elastic.storage.rollback import RollbackRefused
+from elastic.storage.room import NoRoom
 from elastic.storage.run_file import load_run_file
 from elastic.training.membership import TrainingConfig
 
 logger = logging.getLogger("elastic")
 
 # Refusals that come before anything was begun: their message says it all.
-NOT_BEGUN = (LeaseHeld, IdentityMismatch, UnsupportedFormat, RollbackRefused, ArchiveTaken)
+NOT_BEGUN = (LeaseHeld, IdentityMismatch, UnsupportedFormat, RollbackRefused, ArchiveTaken, NoRoom)
 
 
 class ElasticTrainer(TorchTrainer):
@@ -117,6 +118,7 @@ class ElasticTrainer(TorchTrainer):
             IdentityMismatch: the name belongs to a run of another configuration; names the fields.
             RollbackRefused: `from_step` is not the step of a complete checkpoint.
             ArchiveTaken: the archive holds another run of that name.
+            NoRoom: storage is full, and nothing was started.
         """
         filesystem = Filesystem.at(self.run_url)
         checks.check_past(filesystem, self.elastic_config.from_step)

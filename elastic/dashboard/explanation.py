@@ -9,6 +9,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from elastic.dashboard.advice import advice
 from elastic.dashboard.kept_out import SHOWN
 from elastic.dashboard.last_lines import last_lines_told, quoted
 from elastic.dashboard.report import UNSAID, moment
@@ -24,7 +25,6 @@ from elastic.dashboard.restarts import (
 )
 from elastic.dashboard.text import age, plain, table
 from elastic.dashboard.tries_left import TriesLeft, left_text
-from elastic.policy.budgets import ADVICE
 from elastic.storage.ledger import LedgerEvent
 from elastic.storage.rank_logs import LOGS
 
@@ -110,7 +110,7 @@ def places(one: Restart, run: str) -> list[str]:
 
 def next_steps(one: Restart, run: str) -> list[str]:
     """What an operator may do about it: advice, then commands. `run` is the URL of the run."""
-    steps = [ADVICE_OF[cause] for cause in dict.fromkeys(one.causes) if cause in ADVICE_OF]
+    steps = advice(one)
     named = _shell(run)
     if one.generation is not None and one.is_failure:
         rank = "" if one.world_rank is None else f" --rank {one.world_rank}"
@@ -125,12 +125,6 @@ def next_steps(one: Restart, run: str) -> list[str]:
     elif one.outcome == UNDER_WAY:
         steps.append(f"elastic status {named}")
     return steps
-
-
-ADVICE_OF = {str(cause): text for cause, text in ADVICE.items()} | {
-    "capacity": "Look at the cluster: fewer workers could run than the run needs at least.",
-}
-"""What to look at, by cause."""
 
 
 RESTART_HEADER = ("N", "WHEN (UTC)", "AGO", "CAUSE", "STEP", "LOST", "SECONDS", "WORKERS", "REASON")

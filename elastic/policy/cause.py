@@ -72,7 +72,8 @@ _STORAGE_TYPES = _names(
     ClientConnectorError ServerDisconnectedError ServerTimeoutError SSLError
     ProxyConnectionError CheckpointNotVisible StorageNotShared CheckpointGone CheckpointCorrupt
     LoadFailed WriteFailed NotComplete SaveIncomplete Unreadable NoSoundCheckpoint
-    NothingToResume SafetensorError CheckpointException SaveFailed CheckpointSuspect
+    NothingToResume SafetensorError CheckpointException SaveFailed StorageFull
+    CheckpointSuspect
     """
 )
 _DIST_TYPES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})

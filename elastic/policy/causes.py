@@ -44,7 +44,7 @@ TOLD_BY = {
     Cause.HANG: "a rank that held up the group, or a collective that ran into its time limit",
     Cause.COMMUNICATION: "victims alone: a peer was lost, and no rank was found at fault",
     Cause.DATA: "an exception out of a data loader, or its process that crashed",
-    Cause.STORAGE: "no space, a stale handle, an object store that refuses, a save that failed",
+    Cause.STORAGE: "no space, a stale handle, a store that refuses, a failed save or a suspect one",
     Cause.USER_EXCEPTION: "any other exception of the training function",
     Cause.START_UP: "a group that could not be started, but for want of room",
     Cause.DRIVER: "Ray's control plane, or the death of a worker's owner",

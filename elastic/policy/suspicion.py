@@ -70,8 +70,9 @@ def rule(doubt: Doubt, past: Suspicion | None, *, older_step: int | None) -> Rul
     num_steps = doubt.loss_step - doubt.loaded_step
     if num_steps > SUSPECT_STEPS or older_step is None:
         return Ruling(then=Then.GO_ON)
+    steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
     reason = (
-        f"{where}, {num_steps} steps after the checkpoint of step {doubt.loaded_step} was loaded: "
+        f"{where}, {steps} after the checkpoint of step {doubt.loaded_step} was loaded: "
         f"it is suspect, the run goes back to step {older_step}"
     )
     record = _record("suspect", doubt.loaded_step, doubt, reason)

@@ -68,10 +68,11 @@ class IllegalEvent(AssertionError):
     """An event that cannot happen in this phase: a fault of ours, never of the cluster."""
 
 
-# Errors of ours that say the run's input does not fit: trying again gives the same answer.
+# Errors of ours that say the run's input does not fit, or its storage has no room: trying again
+# gives the same answer.
 FINAL_ERRORS = (
     *("StateMismatch", "NoSoundCheckpoint", "InvalidInput", "LossNotFinite"),
-    *("SnapshotsDoNotFit", "HostMemoryShort"),
+    *("SnapshotsDoNotFit", "HostMemoryShort", "StorageFull"),
 )
 
 _MOST_DOUBLINGS = 10

@@ -23,6 +23,10 @@ class SaveFailed(RuntimeError):
     """A checkpoint that had to be committed was not."""
 
 
+class StorageFull(SaveFailed):
+    """As `SaveFailed`, for want of room: to train the same steps once more makes none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     """One rank's part of one save, durable, for the driver to commit when all ranks have theirs."""

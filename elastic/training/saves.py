@@ -21,9 +21,17 @@ from elastic.policy.saves import SaveInterval
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.local_tier import LocalTier
 from elastic.storage.manifest import FileDigest
+from elastic.storage.store_errors import is_full
 from elastic.training import rng
 from elastic.training.checkpoint import AsyncSaver, SaveHandle, describe
-from elastic.training.coordinator import CommitResult, Coordinator, Reform, SaveFailed, Shard
+from elastic.training.coordinator import (
+    CommitResult,
+    Coordinator,
+    Reform,
+    SaveFailed,
+    Shard,
+    StorageFull,
+)
 from elastic.training.host_memory import available_bytes, check_host_memory, staging_bytes
 from elastic.training.local_files import warn_of_space
 from elastic.training.membership import Membership, TrainingConfig
@@ -64,6 +72,7 @@ class Saves:
         storage too and committed.
         """
         self._local = local
+        self._storage_url = filesystem.url
         self._target = filesystem if local is None else local.to_write()
         self._positions = positions
         self._member = member
@@ -153,7 +162,8 @@ class Saves:
         """Begin a save, unless one is still in flight on any rank and the policy is to skip.
 
         `is_free`: the ranks know from one another that none is. Raises:
-            SaveFailed: as many saves in a row have failed as the run allows.
+            SaveFailed: as many saves in a row have failed as the run allows; `StorageFull` where
+                the last did for want of room.
         """
         self.settle()
         if self._config.save_behind == "wait":
@@ -178,7 +188,7 @@ class Saves:
         """The state of this step, committed when this returns.
 
         `mark` holds what has changed since, in a step that is dropped. Raises:
-            SaveFailed: it could not be committed in two tries.
+            SaveFailed: it could not be committed in two tries; `StorageFull` for want of room.
             Reform: the driver has gone on without it.
         """
         self.wait()
@@ -190,9 +200,8 @@ class Saves:
             result = self.wait()
             if result.committed:
                 return
-        raise SaveFailed(
-            f"the checkpoint of step {counters['step']} could not be committed: {result.reason}"
-        )
+        told = f"the checkpoint of step {counters['step']} could not be committed"
+        raise self._failed(told, result.reason)
 
     def wait(self) -> CommitResult:
         """The outcome of the save in flight; committed when there is none.
@@ -223,12 +232,20 @@ class Saves:
             return result
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._config.max_save_failures:
-            raise SaveFailed(
+            told = (
                 f"{self._failures_in_a_row} saves in a row have failed "
-                f"(limit {self._config.max_save_failures}); the last, of step {flight.step}: "
-                f"{result.reason}"
+                f"(limit {self._config.max_save_failures}); the last, of step {flight.step}"
             )
+            raise self._failed(told, result.reason)
         return result
+
+    def _failed(self, told: str, reason: str) -> SaveFailed:
+        if not is_full(reason):
+            return SaveFailed(f"{told}: {reason}")
+        return StorageFull(
+            f"storage is full at {self._storage_url}: {told}: {reason}. Free room there, then "
+            "submit the run again: it goes on from its newest checkpoint"
+        )
 
     def _begin(
         self, state: TrackedState, counters: Mapping[str, int], mark: Mark | None = None

@@ -62,7 +62,8 @@ def test_a_third_in_a_row_ends_the_run_and_a_full_disk_loses_nothing_else(  # B0
     tmp_path: Path,
 ) -> None:
     recipe = Recipe(root=f"{tmp_path}/run", until=50, save_every=5, keep=2)
-    with pytest.raises(RankFailed, match=r"3 saves in a row have failed \(limit 3\)"):
+    told = r"StorageFull: .* full at .*: 3 saves in a row have failed \(limit 3\).*Free room"
+    with pytest.raises(RankFailed, match=told):
         run_ranks(on_failing_storage, 2, recipe, [10, 15, 20, 25, 30], "no room")
     failed = events(recipe.root, "checkpoint_failed")
     assert [event.step for event in failed] == [10, 15, 20]
@@ -75,4 +76,4 @@ def test_a_third_in_a_row_ends_the_run_and_a_full_disk_loses_nothing_else(  # B0
     assert catalog.verify_files(5) == []
     assert attempts_left(recipe.root) == []
     (ended,) = events(recipe.root, "run_failed")
-    assert "SaveFailed" in ended.reason
+    assert "StorageFull" in ended.reason

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from elastic.cli import main
-from elastic.dashboard.explanation import restart_text
+from elastic.dashboard.explanation import next_steps, restart_text
 from elastic.dashboard.restarts import Restart, restarts_of, totals
 from elastic.dashboard.status import restarts_by_cause
 from elastic.dashboard.tries_left import tries_left
@@ -381,6 +381,23 @@ def test_a_hang_tells_where_everybody_stood(tmp_path: Path) -> None:
     assert f"  stacks  {root}/stacks/g0-1/\n" in story
     assert "decided: hang, restart warm: rank 1 died: SIGKILL\n      | no rank has moved\n" in story
     assert "  Look at the stacks that were kept in the run directory.\n" in story
+
+
+@pytest.mark.parametrize(
+    ("cause", "said", "advised"),
+    [
+        ("storage", "rank 0 raised StorageFull: 3 saves in a row have failed", "free room in it"),
+        ("storage", "rank 0 raised OSError: [Errno 28] No space left on device", "free room in it"),
+        ("storage", "rank 0 raised CheckpointSuspect: the loss of step 41 is nan", "learning rate"),
+        ("user_exception", "rank 0 raised LossNotFinite: the loss of step 41", "learning rate"),
+        ("storage", "rank 0 raised SaveFailed: Permission denied", "its credentials"),
+    ],
+)
+def test_what_is_advised_depends_on_what_was_said(cause: str, said: str, advised: str) -> None:
+    (one,) = told(*begun(), decided(20, cause, reason=said), *stands(22, 1, 3), recovered(25, 1))
+    (advice, *_) = next_steps(one, "/runs/demo")
+    assert advised in advice
+    assert ("credentials" in advice) == (advised == "its credentials")
 
 
 def test_a_drain_tells_how_long_there_was(tmp_path: Path) -> None:

@@ -248,6 +248,18 @@ def test_what_a_restart_cannot_mend_is_not_retried(name: str):
     assert drive.now.phase is Phase.FAILED
 
 
+@pytest.mark.parametrize(
+    ("name", "phase"), [("StorageFull", Phase.FAILED), ("SaveFailed", Phase.LOOKING)]
+)
+def test_want_of_room_ends_the_run_at_once_and_other_failed_saves_do_not(name: str, phase: Phase):
+    drive = Drive().running(3)
+    drive(e.RankFailed(generation=0, error=error(1, name)))
+    causes = [told.data.get("cause") for told in drive.commands if isinstance(told, e.Record)]
+    assert "storage" in causes
+    drive(e.GroupStopped(generation=0))
+    assert drive.now.phase is phase
+
+
 def test_finish_needs_every_rank():
     drive = Drive().running(2)
     drive(e.RankFinished(generation=0, world_rank=0, step=60))

@@ -41,7 +41,8 @@ def test_the_first_steps_after_a_load_make_it_suspect(steps: int) -> None:
         return
     assert (ruling.record.kind, ruling.record.step) == ("checkpoint_suspect", 100)
     assert ruling.reason == ruling.record.reason
-    assert f"the loss of step {100 + steps} is nan, {steps} steps after" in ruling.reason
+    after = "1 step after" if steps == 1 else f"{steps} steps after"
+    assert f"the loss of step {100 + steps} is nan, {after}" in ruling.reason
     assert "the run goes back to step 90" in ruling.reason
     assert fold([ruling.record]) == Suspicion(step=100, loss_step=100 + steps)
 
