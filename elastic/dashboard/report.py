@@ -38,7 +38,7 @@ def status_facts(status: RunStatus) -> dict[str, str]:
         "step": _step(status),
         "loss": UNSAID if status.loss is None else f"{status.loss:.4f}",
         "checkpoint": _checkpoint(status),
-        "saves": UNSAID if status.save_interval is None else status.save_interval["why"],
+        "saves": _saves(status),
         "restarts": _restarts(status),
         "goodput": share_text(status.goodput),
         "storage": status.storage,
@@ -142,6 +142,15 @@ def _checkpoint(status: RunStatus) -> str:
     when = status.checkpoint_age_s
     told = f"step {status.checkpoint_step}" + ("" if when is None else f", {age(when)} ago")
     return "; ".join(filter(None, [told, status.checkpoint_note]))
+
+
+def _saves(status: RunStatus) -> str:
+    told = UNSAID if status.save_interval is None else str(status.save_interval["why"])
+    due = status.saves_due
+    if not due["skipped"]:
+        return told
+    lately = f"{due['skipped_lately']} of the last {due['last']} due"
+    return f"{told}; skipped: {lately}, {due['skipped']} of {due['due']} in all"
 
 
 def _restarts(status: RunStatus) -> str:

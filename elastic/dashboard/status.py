@@ -28,6 +28,9 @@ STALE_AFTER_S = 30.0
 
 TERMINAL = frozenset({"FINISHED", "FAILED", "STOPPED"})
 
+_SAVES_DUE = ("checkpoint_committed", "checkpoint_failed", "checkpoint_skipped")
+_LATELY = 20
+
 # The state that each kind of event leaves behind; every other kind leaves it as it was.
 _STATE_AFTER = {
     "driver_lost": "STARTING",
@@ -89,6 +92,9 @@ class RunStatus:
     """Of the checkpoints that were committed and do not count now, in words; "" for none."""
     save_interval: dict[str, Any] | None
     """How often it saves, `seconds` or `steps` or neither, and `why` in words."""
+    saves_due: dict[str, int]
+    """Of all saves that were `due`, how many were `skipped` as the one before was still being
+    written; of the `last` of them, how many were `skipped_lately`."""
     restarts: int
     restarts_by_cause: dict[str, int]
     lost_steps: int
@@ -169,6 +175,7 @@ def summarise(
         checkpoint_age_s=_checkpoint_age_s(events, checkpoint_step, now_s),
         checkpoint_note=checkpoint_note(events, checkpoint_step),
         save_interval=_save_interval(events),
+        saves_due=_saves_due(events),
         restarts=sum(restarts.values()),
         restarts_by_cause=restarts,
         lost_steps=sum(_integer(e.data.get("lost_steps")) or 0 for e in _of(events, "recovered")),
@@ -289,6 +296,17 @@ def _save_interval(events: Sequence[LedgerEvent]) -> dict[str, Any] | None:
         return None
     often = ((key, told.data[key]) for key in ("seconds", "steps") if key in told.data)
     return dict(often) | {"why": told.reason}
+
+
+def _saves_due(events: Iterable[LedgerEvent]) -> dict[str, int]:
+    became = [event.kind for event in events if event.kind in _SAVES_DUE]
+    lately = became[-_LATELY:]
+    return {
+        "due": len(became),
+        "skipped": became.count("checkpoint_skipped"),
+        "last": len(lately),
+        "skipped_lately": lately.count("checkpoint_skipped"),
+    }
 
 
 def _number(value: object) -> float | None:

@@ -73,5 +73,5 @@ class SaveInterval:
         if self.is_computed:
             return "as computed"
         if self.steps is not None:
-            return f"every {self.steps} steps"
+            return "every step" if self.steps == 1 else f"every {self.steps} steps"
         return f"every {self.seconds:g} s" if self.seconds is not None else "at both ends only"

@@ -240,6 +240,9 @@ def test_an_interval_that_is_asked_for_is_told_once_and_not_computed() -> None:
     record = ARun(SaveInterval.parse("60s")).cadence.look()
     assert record is not None
     assert (record.reason, record.data) == ("every 60 s: as asked for", {"seconds": 60.0})
+    assert (
+        str(SaveInterval(steps=1)) == "every step" and str(SaveInterval(steps=2)) == "every 2 steps"
+    )
     record = ARun(SaveInterval()).cadence.look()
     assert record is not None and record.data == {}
 

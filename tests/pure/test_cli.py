@@ -153,6 +153,21 @@ def test_status_tells_the_newest_save_interval_and_why(run: ARun) -> None:
     run.event("save_interval", 40, reason="every 20 steps: as asked for", data={"steps": 20})
     told = {"steps": 20, "why": "every 20 steps: as asked for"}
     assert run.status().save_interval == told
+    assert "skipped" not in ask("status", run.root).output
+
+
+def test_status_tells_how_many_saves_were_skipped(run: ARun) -> None:
+    run.event("save_interval", 90, reason="every step: as asked for", data={"steps": 1})
+    for step in range(1, 31):
+        run.event(
+            "checkpoint_skipped" if step % 3 else "checkpoint_committed", 80 - step, step=step
+        )
+    due = answer("status", run.root)["saves_due"]
+    assert due["skipped_lately"] == 13 and due["last"] == 20 and due["skipped"] == 20
+    told = (
+        f"saves       every step: as asked for; skipped: 13 of the last 20 due, 20 of {due['due']}"
+    )
+    assert told in ask("status", run.root).output
 
 
 def test_status_reads_well(recovered: ARun, monkeypatch: pytest.MonkeyPatch) -> None:
