@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 from elastic.storage.checkpoints import Catalog, FileDigest, Manifest, TensorInfo
@@ -35,7 +36,12 @@ def make_run(root: Path | str, name: str = "demo") -> Catalog:
 
 
 def add_checkpoint(
-    catalog: Catalog, step: int, generation: int = 0, *, replace: bool = False
+    catalog: Catalog,
+    step: int,
+    generation: int = 0,
+    *,
+    replace: bool = False,
+    doubts: Callable[[int], str] | None = None,
 ) -> None:
     path = catalog.begin(step, generation, 0)
     content = {**FILES, "state.json": f'{{"step": {step}}}'.encode()}
@@ -55,7 +61,7 @@ def add_checkpoint(
             for name, data in content.items()
         ],
     )
-    catalog.commit(manifest, path, replace=replace)
+    catalog.commit(manifest, path, replace=replace, doubts=doubts)
 
 
 def add_history(catalog: Catalog, life: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from elastic.storage import quarantine
 from elastic.storage.completeness import (
@@ -168,21 +168,35 @@ class Catalog:
             raise AlreadyComplete(step, generation)
         self.fs.remove_tree(attempt_path)
 
-    def commit(self, manifest: Manifest, attempt_path: str, *, replace: bool = False) -> Checkpoint:
+    def commit(
+        self,
+        manifest: Manifest,
+        attempt_path: str,
+        *,
+        replace: bool = False,
+        doubts: Callable[[int], str] | None = None,
+    ) -> Checkpoint:
         """The published checkpoint; a crash at any point leaves it complete or absent.
 
         Takes an unpublished leftover of the same step out of the way. A complete checkpoint of this
-        very attempt is returned as it is; one of another attempt is quarantined with `replace`.
-        (Where a disk cannot exchange two directories, a crash may then leave the step with
-        neither.) Raises `SaveIncomplete`, `AlreadyComplete`,
-        `StaleGeneration`, `UnsupportedFormat`, and `ValueError` for a manifest of another run or
-        attempt.
+        very attempt is returned as it is; one of another attempt is quarantined with `replace`, and
+        the reason has what `doubts` says of its step. (Where a disk cannot exchange two
+        directories, a crash may then leave the step with neither.) Raises `SaveIncomplete`,
+        `AlreadyComplete`, `StaleGeneration`, `UnsupportedFormat`, and `ValueError` for a manifest
+        of another run or attempt.
         """
         self._check_ours(manifest, attempt_path)
         check_fence(self.fs, manifest.generation)
-        return self.adopt(manifest, attempt_path, replace=replace)
+        return self.adopt(manifest, attempt_path, replace=replace, doubts=doubts)
 
-    def adopt(self, manifest: Manifest, attempt_path: str, *, replace: bool = False) -> Checkpoint:
+    def adopt(
+        self,
+        manifest: Manifest,
+        attempt_path: str,
+        *,
+        replace: bool = False,
+        doubts: Callable[[int], str] | None = None,
+    ) -> Checkpoint:
         """As `commit`, of a copy of what an older generation has saved.
 
         For the holder of the run's lease alone, since no fence is asked.
@@ -203,6 +217,8 @@ class Catalog:
         text = manifest.to_json().encode()
         self.fs.write_bytes(f"{attempt_path}/{MANIFEST}", text)
         why = f"replaced by a save of generation {manifest.generation}"
+        if old.complete and doubts is not None and (doubt := doubts(step)):
+            why = f"{why}; it was suspect: {doubt}"
         if not (old.complete and self._exchange(step, attempt_path, text, why)):
             self._make_way(old, why)
             self._publish(step, attempt_path, text)

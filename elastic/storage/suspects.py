@@ -6,6 +6,7 @@ saved after it. Nothing is deleted. Must not import ray or torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -15,7 +16,7 @@ from elastic.storage.checkpoints import Catalog, Checkpoint
 from elastic.storage.completeness import DIR, STEP_NAME, read_if_there
 from elastic.storage.filesystem import Filesystem
 
-__all__ = ["highest_trusted", "lift", "rule_on", "suspect_steps", "trusted_steps"]
+__all__ = ["highest_trusted", "lift", "rule_on", "suspect_steps", "trusted_steps", "why_suspect"]
 
 _SUSPECTS = f"{DIR}/suspects"
 FORMAT_VERSION = 1
@@ -50,6 +51,13 @@ def suspect_steps(catalog: Catalog) -> dict[int, str]:
             if since <= step and generation <= last_generation:
                 found[step] = reason
     return found
+
+
+def why_suspect(catalog: Catalog, step: int) -> str:
+    """Why the checkpoint of that step is suspect; "" if it is not, or if storage does not say."""
+    with contextlib.suppress(OSError):
+        return suspect_steps(catalog).get(step, "")
+    return ""
 
 
 def trusted_steps(catalog: Catalog) -> list[int]:

@@ -6,6 +6,7 @@ without. Retention runs right after, and never before.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from elastic.policy.retention import Retention
 from elastic.storage import retention
 from elastic.storage.archiver import Archiver
 from elastic.storage.checkpoints import Catalog, Manifest
+from elastic.storage.suspects import why_suspect
 from elastic.training.coordinator import Shard
 
 
@@ -71,7 +73,8 @@ def publish(
         tensors={name: info for shard in shards for name, info in shard.tensors.items()},
         files=[file for shard in shards for file in shard.files],
     )
-    done = catalog.commit(manifest, one.path, replace=True)
+    doubts = functools.partial(why_suspect, catalog)
+    done = catalog.commit(manifest, one.path, replace=True, doubts=doubts)
     protected = {done.step, *protected}
     if archiver is None:
         removed = retention.apply(catalog, keep, protected)

@@ -109,6 +109,8 @@ def test_a_loss_that_is_not_finite_after_a_load_makes_the_checkpoint_suspect(tmp
     assert [rank["resumed"] for rank in run(3, spoilt)] == [10] * 3
     assert all(map(math.isfinite, curve(recipe.root)))
     assert told(recipe.root) == [("resumed", 20), ("checkpoint_suspect", 20), ("resumed", 10)]
+    (why,) = Path(recipe.root, "checkpoints/quarantine").glob("step-20-*/REASON")
+    assert "replaced" in why.read_text() and f"it was suspect: {SPOILT}" in why.read_text()
     # It was saved anew meanwhile, and that one counts.
     assert [rank["resumed"] for rank in run(1, dataclasses.replace(recipe, until=31))] == [30]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -21,6 +22,7 @@ from elastic.storage.suspects import (
     rule_on,
     suspect_steps,
     trusted_steps,
+    why_suspect,
 )
 from tests.made_run import add_checkpoint, make_run
 
@@ -123,6 +125,16 @@ def test_the_same_loss_from_the_older_one_lifts_the_suspicion(catalog: Catalog) 
     again = rule_on(catalog, doubt(90, 101), fold([first.record]), time_s=2.0)
     assert again.then is Then.FAIL
     assert steps(catalog) == (100, [])
+
+
+def test_the_reason_stays_with_a_suspect_that_is_saved_again(catalog: Catalog) -> None:
+    reason = rule_on(catalog, doubt(90, 91, generation=1), None, time_s=1.0).reason
+    doubts = functools.partial(why_suspect, catalog)
+    add_checkpoint(catalog, 100, generation=2, replace=True, doubts=doubts)
+    add_checkpoint(catalog, 80, generation=2, replace=True, doubts=doubts)
+    told = {one.step: one.reason for one in catalog.list() if "quarantined" in one.reason}
+    replaced = "quarantined: replaced by a save of generation 2"
+    assert told == {100: f"{replaced}; it was suspect: {reason}", 80: replaced}
 
 
 def test_suspects_are_not_counted_among_those_that_are_kept(catalog: Catalog) -> None:
