@@ -28,6 +28,7 @@ class ElasticConfig:
     """What an elastic run has beyond Ray Train's own configuration."""
 
     seed: int = 0
+    """Of the order of samples, of first values and of all that is random; it never changes."""
     save_every: str | int | SaveInterval | None = AUTO
     """`"auto"`: computed from what this run measures. Or `"60s"`, `"100steps"`, `100`, or None for
     both ends only."""
@@ -52,7 +53,8 @@ class ElasticConfig:
     """How the workers are laid out: all as one shard group, in replicas, in tensor-parallel groups.
     Numbers of workers that do not make whole ones are not used."""
     recovery: str = "warm"
-    """`warm`: survivors of a death keep their processes. `cold`: every failure starts all anew."""
+    """`warm`: survivors of a death keep their processes, and a larger group is taken in beside the
+    one that trains. `cold`: every failure and every growth starts all processes anew."""
     mix_accelerators: bool = False
     """One generation may have workers on GPUs, or other accelerators, of several types."""
     max_failures_without_progress: int = 5
@@ -61,6 +63,7 @@ class ElasticConfig:
     """Restarts granted for single causes, which are then counted alone: `{"nccl_error": 20}`.
     -1 for no limit; exceptions and data over the whole submission, others until a checkpoint."""
     wait_for_capacity_s: float = 300.0
+    """How long the run waits for its least number of workers before it fails."""
     stop_grace_s: float | None = None
     """Seconds from SIGTERM to the script until it is killed, for the save and all: None takes
     RAY_JOB_STOP_WAIT_TIME_S from the environment, or 3, as `ray job stop` does."""
@@ -81,8 +84,10 @@ class ElasticConfig:
     """Where the driver serves the run's page, on its node: `HOST:PORT`, port 0 takes a free one;
     `none` for no page. Any other than a loopback address needs `ELASTIC_PAGE_TOKEN` to be set."""
     collective_timeout_s: float = 3600.0
+    """How long a rank waits in one collective for the others before it raises."""
     from_scratch: bool = False
-    """Start at step 0 although the run has committed checkpoints that cannot be found."""
+    """Start at step 0 although the run has committed checkpoints that cannot be found. One that is
+    complete is resumed all the same: take another name for a run of its own."""
     from_step: int | None = None
     """Go back to this complete checkpoint first; newer ones are set aside, and none is deleted."""
     identity: dict[str, Any] | None = None
@@ -95,6 +100,7 @@ class ElasticConfig:
     trust_foreign: bool = False
     """Whoever can write to `load_from` is trusted; without this it is refused."""
     env_vars: dict[str, str] = field(default_factory=dict)
+    """Environment variables of driver and workers."""
 
     def __post_init__(self) -> None:
         checked_mesh(self.mesh)

@@ -225,6 +225,15 @@ def ratios(
     return found
 
 
+_LEGEND = (
+    "blocking: how long the training loop waits. added: by how much the steps until the save has",
+    "ended take longer than as many without one; middle half: of these, save by save. Steps vary,",
+    f"so that a small cost may come out below 0: the row `{NONE}` shows how far. added cpu: the",
+    "same, in rank 0's processor time. ratios: A_over_B is A's median over B's, below 1 A is the",
+    f"faster; none_spread is the middle half of `{NONE}` over the `added` that we spare `{PLAIN}`.",
+)
+
+
 def table(size: dict[str, Any]) -> str:
     """The report of one size for a reader."""
     about = f"{size['bytes_per_rank'] / 1e6:.0f} MB a rank, steps of {_ms(size['step_s'])} ms"
@@ -241,7 +250,7 @@ def table(size: dict[str, Any]) -> str:
     for name, taken_s in size["load_s"].items():
         lines.append(f"load {name:19}{_ms(median(taken_s)):>10}")
     told = ", ".join(f"{name} {value:.2f}" for name, value in size["ratios"].items())
-    return "\n".join([*lines, f"ratios: {told}"])
+    return "\n".join([*lines, f"ratios: {told}", *_LEGEND])
 
 
 def _ms(seconds: float) -> str:

@@ -88,6 +88,8 @@ def test_the_table_names_every_way() -> None:
     told = table(report(400_000_000, events()))
     assert all(f"\n{way} " in told for way in WAYS)
     assert "400 MB a rank" in told and "added_over_reused 0.51" in told
+    legend = told.partition("ratios: blocking")[2]
+    assert all(f"{column}: " in legend for column in ("blocking", "added", "middle half", "ratios"))
 
 
 def test_what_one_size_gave_is_kept_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
