@@ -36,6 +36,10 @@ __all__ = ["soak"]
 _KEEP = Retention(keep=3, keep_every=50)
 _KILLED_ONCE_IN = 100
 _TELL_EVERY = 20
+_TO_BE_EXPECTED = (
+    "faults are injected from here on: what is logged of refusals (Permission denied), stale file "
+    "handles, full disks, calls without an answer, crashes and kills is of these"
+)
 
 
 class _Run:
@@ -131,6 +135,7 @@ def soak(count: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
     injected: Counter[str] = Counter()
     found: dict[str, Any] = {"saves": count, "committed": 0, "kills": 0, "verified_loads": 0}
     failures: list[str] = []
+    say(_TO_BE_EXPECTED)
     with (
         tempfile.TemporaryDirectory(prefix="soak-storage-") as folder,
         contextlib.ExitStack() as up,
@@ -157,7 +162,7 @@ def soak(count: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
             num_loaded, wrong = run.judge(step)
             found["verified_loads"] += num_loaded
             failures += [f"after save {step}: {problem}" for problem in wrong]
-            if step % _TELL_EVERY == 0 or wrong:
+            if step % _TELL_EVERY == 0 or wrong or step == count:
                 say(f"{step}/{count} saves, {found['committed']} committed, {len(failures)} wrong")
         injected += ranks.injected
         left = [each for run in runs for each in _leftovers(run)]
@@ -169,11 +174,23 @@ def soak(count: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
         "faults": dict(injected.most_common()),
         "lost": sum("lost: " in failure for failure in failures),
         "wrong": sum("wrong: " in failure for failure in failures),
+        "crashes": injected["crash"],
         "seconds": round(time.monotonic() - begun_s, 1),
         "seed": seed,
         "failures": failures,
     }
+    say(_sum(found))
     return found
+
+
+def _sum(found: dict[str, Any]) -> str:
+    faults = ", ".join(f"{kind} {num}" for kind, num in found["faults"].items() if kind != "crash")
+    return (
+        f"{found['saves']} saves, {found['committed']} committed, {found['verified_loads']} "
+        f"verified loads, {found['wrong']} wrong, {found['lost']} lost; injected: "
+        f"{faults or 'no faults'}; {found['crashes']} crashes of the driver, "
+        f"{found['kills']} kills of the ranks"
+    )
 
 
 def _leftovers(run: _Run) -> list[str]:

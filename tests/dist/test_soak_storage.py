@@ -18,8 +18,12 @@ def soaked(count: int) -> dict[str, Any]:
 
 
 def test_nothing_is_lost_and_nothing_wrong() -> None:
-    found = soaked(24)
+    said: list[str] = []
+    found = storage.soak(24, SEED, said.append)
     assert found["failures"] == []
+    assert "injected" in said[0] and said[-2].startswith("24/24 saves")
+    counted = (f"{found['committed']} committed", "0 wrong, 0 lost", f"{found['crashes']} crashes")
+    assert all(words in said[-1] for words in counted) and f"{found['kills']} kills" in said[-1]
     assert found["committed"] + sum(found["failed"].values()) == found["saves"] == 24
     assert found["committed"] >= 12
     assert found["verified_loads"] > found["committed"]
