@@ -147,11 +147,11 @@ def _train_under_torchrun(
 ) -> int:
     from elastic import run_standalone
     from elastic.policy.cause import is_victim
+    from elastic.storage.access import StorageRefused
     from elastic.storage.archive import ArchiveTaken
     from elastic.storage.claim import IdentityMismatch, run_url
     from elastic.storage.format import UnsupportedFormat
     from elastic.storage.lease import LeaseHeld
-    from elastic.storage.room import NoRoom
     from elastic.training.coordinator import NoSoundCheckpoint
     from elastic.training.standalone import NotStarted
 
@@ -171,13 +171,15 @@ def _train_under_torchrun(
         )
     except NotStarted:
         return 1  # rank 0 has the cause, and tells it
+    except StorageRefused as error:
+        place.say_once(f"pretrain: {error}")
+        return 2
     except (
         LeaseHeld,
         IdentityMismatch,
         UnsupportedFormat,
         NoSoundCheckpoint,
         ArchiveTaken,
-        NoRoom,
     ) as error:
         place.say_once(f"pretrain: {error}")
         return 1
@@ -219,6 +221,7 @@ def _train(
 ) -> int:
     from elastic import TrainingFailed
     from elastic.cluster.trainer import NOT_BEGUN
+    from elastic.storage.access import StorageRefused
 
     try:
         ray_cluster.connect(num_workers if isinstance(num_workers, int) else num_workers[1])
@@ -232,7 +235,7 @@ def _train(
         trainer.fit(None if arguments.quiet else Progress(arguments.steps))
     except (TrainingFailed, *NOT_BEGUN) as error:
         print(f"pretrain: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, StorageRefused) else 1
     report(summary(url), arguments.json, url)
     if trainer.outcome == "stopped":
         is_same = arguments.name == name and arguments.from_step is None

@@ -17,7 +17,6 @@ from elastic.policy.situation import Rules
 from elastic.storage.claim import recorded_tiers, run_url
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.rollback import RollbackRefused
-from elastic.storage.room import check_room
 from elastic.storage.run_file import load_run_file
 from elastic.training.loggers.logger import Logger
 
@@ -152,17 +151,6 @@ def url_of(run: RunConfig) -> str:
             "RunConfig(storage_filesystem=...) is not supported: give storage_path as a URL"
         )
     return run_url(str(run.storage_path), str(run.name))
-
-
-def probe(filesystem: Filesystem) -> None:
-    """Fail now, not at the first save, if the storage cannot be written."""
-    try:
-        check_room(filesystem)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write to the run directory {filesystem.url}: {error}; "
-            "choose a storage path that this machine and all nodes can write"
-        ) from error
 
 
 def check_past(filesystem: Filesystem, from_step: int | None) -> None:

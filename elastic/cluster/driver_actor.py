@@ -10,6 +10,8 @@ from elastic.cluster.driver_config import DriverConfig
 from elastic.cluster.ray_internals import Controller
 from elastic.policy.coverage import Resume, Snapshot
 from elastic.policy.suspicion import Doubt
+from elastic.storage.access import StorageRefused, check_access
+from elastic.storage.filesystem import Filesystem
 from elastic.training.coordinator import CommitResult, Shard
 
 
@@ -17,11 +19,21 @@ class DriverActor(Controller):
     """A `Driver` with a Ray Train controller for its hands. Lives as long as the job's script."""
 
     def __init__(self, *, driver_config: DriverConfig, **arguments: Any) -> None:
+        self._refused: StorageRefused | None = None
+        filesystem = Filesystem.at(driver_config.run_url)
+        try:
+            if not filesystem.is_local:  # else the submitting process, on this node, has looked
+                check_access(filesystem, "the driver's process")
+        except StorageRefused as error:
+            # `run` raises it: what an actor raises while it is made reaches nobody as what it is.
+            self._refused = error
+            return
         super().__init__(**arguments)
         self._driver = Driver(driver_config, self)
 
     async def run(self) -> None:
         """Train until the run is over; then `outcome` tells how it ended."""
+        self._check()
         await self._driver.run()
 
     async def stop(self, reason: str, within_s: float | None = None) -> None:
@@ -30,7 +42,12 @@ class DriverActor(Controller):
 
     async def status(self) -> dict[str, Any]:
         """Where the run stands, for a progress line."""
+        self._check()
         return self._driver.status()
+
+    def _check(self) -> None:
+        if self._refused is not None:
+            raise self._refused
 
     async def outcome(self) -> dict[str, Any]:
         """How the run ended: outcome, reason, and the figures of its summary."""

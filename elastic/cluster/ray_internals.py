@@ -18,16 +18,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.importing import collector_paused
+from elastic.storage.filesystem import Filesystem
 
 with collector_paused():
     import ray
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
     from ray._private.authentication.authentication_token_setup import (
         ensure_token_if_auth_enabled,
         maybe_enable_token_auth_if_token_available,
     )
     from ray.core.generated import autoscaler_pb2, gcs_pb2
     from ray.exceptions import GetTimeoutError, RayActorError
-    from ray.train import Checkpoint
+    from ray.train import Checkpoint, RunConfig
     from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
     from ray.train.v2._internal.callbacks.placement_group_callback import (
         PlacementGroupCleanerCallback,
@@ -48,6 +50,7 @@ with collector_paused():
     )
     from ray.train.v2._internal.execution.failure_handling import create_failure_policy
     from ray.train.v2._internal.execution.scaling_policy import ScalingPolicy, create_scaling_policy
+    from ray.train.v2._internal.execution.storage import StorageContext
     from ray.train.v2._internal.execution.worker_group import (
         RayTrainWorker,
         Worker,
@@ -389,6 +392,10 @@ class Controller(TrainController):
 
     worker_group_cls = _Group
 
+    def __init__(self, *, train_run_context: Any, **arguments: Any) -> None:
+        _give_storage(train_run_context.run_config)
+        super().__init__(train_run_context=train_run_context, **arguments)
+
     def place_on(self, selector: Mapping[str, str]) -> None:
         """Groups that start from now on go to nodes with these labels."""
         # What the autoscaler is asked for: a node that is kept out must not pass for one of these.
@@ -533,6 +540,33 @@ class Controller(TrainController):
     async def run(self) -> None:
         """The control loop: a subclass's."""
         raise NotImplementedError
+
+
+class _Bucket(FSSpecHandler):
+    """An object store for Ray Train, where a directory is nothing to be made.
+
+    Arrow puts an object in its place, of which some stores make a file that nothing can be below.
+    """
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        pass
+
+
+def _give_storage(run_config: RunConfig) -> None:
+    """Where Ray Train puts checkpoints that are given to `ray.train.report`, and its list of them.
+
+    On an object store it is led there by our client. Arrow's own are led by other variables, and
+    ask the cloud for a bucket's region.
+    """
+    place = Filesystem.at(str(run_config.storage_path))
+    if not place.is_local:
+        from elastic.storage.object_store import client_of  # which brings fsspec
+
+        run_config.storage_context = StorageContext(
+            storage_path=place.root,
+            experiment_dir_name=run_config.name,
+            storage_filesystem=PyFileSystem(_Bucket(client_of(place.store.scheme))),
+        )
 
 
 def _member(worker: Worker) -> GroupMember:

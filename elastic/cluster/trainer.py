@@ -33,6 +33,7 @@ from elastic.cluster.ray_internals import launch
 from elastic.cluster.succession import Succession
 from elastic.cluster.training_failed import TrainingFailed
 from elastic.policy.saves import SaveInterval
+from elastic.storage.access import StorageRefused, check_access
 from elastic.storage.archive import ArchiveTaken
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import IdentityMismatch, RunSpec
@@ -41,14 +42,16 @@ from elastic.storage.format import UnsupportedFormat
 from elastic.storage.lease import LeaseHeld
 from elastic.storage.metrics import current_metrics
 from elastic.storage.rollback import RollbackRefused
-from elastic.storage.room import NoRoom
 from elastic.storage.run_file import load_run_file
 from elastic.training.membership import TrainingConfig
 
 logger = logging.getLogger("elastic")
 
 # Refusals that come before anything was begun: their message says it all.
-NOT_BEGUN = (LeaseHeld, IdentityMismatch, UnsupportedFormat, RollbackRefused, ArchiveTaken, NoRoom)
+NOT_BEGUN = (
+    *(LeaseHeld, IdentityMismatch, UnsupportedFormat, RollbackRefused, ArchiveTaken),
+    StorageRefused,
+)
 
 
 class ElasticTrainer(TorchTrainer):
@@ -107,10 +110,10 @@ class ElasticTrainer(TorchTrainer):
     def fit(self, on_status: Callable[[dict[str, Any]], None] | None = None) -> Result:
         """Train until the run is over, and return Ray Train's result for it.
 
-        The result's metrics are those of the last step, its checkpoint the highest complete one,
-        its path the run directory. `on_status` is called about once a second with a dict (state,
-        reason, step, loss, tokens_per_s, generation, world_size, checkpoint_step, restarts,
-        warnings: lines, all since the driver began).
+        The result's metrics are those of the last step, its checkpoint the highest complete one
+        (None on an object store), its path the run directory. `on_status` is called about once a
+        second with a dict (state, reason, step, loss, tokens_per_s, generation, world_size,
+        checkpoint_step, restarts, warnings: lines, all since the driver began).
 
         Raises:
             TrainingFailed: the run failed; the message leads with the first cause and its rank.
@@ -118,11 +121,11 @@ class ElasticTrainer(TorchTrainer):
             IdentityMismatch: the name belongs to a run of another configuration; names the fields.
             RollbackRefused: `from_step` is not the step of a complete checkpoint.
             ArchiveTaken: the archive holds another run of that name.
-            NoRoom: storage is full, and nothing was started.
+            StorageRefused: nothing can be written there, from this process or from the driver's.
         """
         filesystem = Filesystem.at(self.run_url)
         checks.check_past(filesystem, self.elastic_config.from_step)
-        checks.probe(filesystem)
+        check_access(filesystem, "the submitting process")
         training = TrainingConfig(
             run_url=self.run_url,
             config=self.train_loop_config or {},

@@ -17,6 +17,7 @@ from elastic.storage.store import Entry, Store
 __all__ = ["Entry", "Filesystem"]
 
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]*)://(.*)", re.DOTALL)
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _ACCOUNT_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")  # container@account, which is no secret
 
 
@@ -49,7 +50,8 @@ class Filesystem:
         try:
             return cls(SteadyStore(ObjectStore(scheme)), path)
         except (ImportError, ValueError) as error:
-            raise ValueError(f"no access to {url!r}: {error}") from error
+            extra = _extra(scheme) if isinstance(error, ImportError) else ""
+            raise ValueError(f"no access to {url!r}: {error}{extra}") from error
 
     @property
     def url(self) -> str:
@@ -164,6 +166,18 @@ class Filesystem:
         """What may yet be written below the root; None where that is not to be known."""
         return self.store.free_bytes(self.root)
 
+    def missing_bucket(self) -> str | None:
+        """The bucket's URL, when the store says that there is none of that name.
+
+        None on a local disk, and for who may not ask.
+        """
+        bucket = self.root.split("/", 1)[0]
+        try:
+            is_there = self.is_local or self.store.entry(bucket) is not None
+        except PermissionError:
+            return None
+        return None if is_there else f"{self.store.scheme}://{bucket}"
+
     def _full(self, path: str) -> str:
         if not path:
             return self.root
@@ -185,6 +199,13 @@ class Filesystem:
 
     def __repr__(self) -> str:
         return f"Filesystem({self.url!r})"
+
+
+def _extra(scheme: str) -> str:
+    name = _EXTRAS.get(scheme)
+    if name is None:
+        return ""
+    return f": pip install 'elastic-ray[{name}]' (in a checkout -e '.[{name}]')"
 
 
 def _split(url: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ import fsspec
 from elastic.storage.store import Entry
 from elastic.storage.store_errors import is_taken, is_transient
 
-__all__ = ["ObjectStore", "forget_clients"]
+__all__ = ["ObjectStore", "client_of", "forget_clients"]
 
 _NUM_PARALLEL_DELETES = 16
 _NUM_TRIES_OF_A_PART = 3
@@ -127,6 +127,11 @@ class ObjectStore:
     def free_bytes(self, path: str) -> int | None:
         """Not to be known."""
         return None
+
+
+def client_of(scheme: str) -> Any:
+    """A client of its own for whoever speaks fsspec; it pickles, and is made as all of ours are."""
+    return _made(scheme, _NUM_TRIES_OF_A_PART)
 
 
 def forget_clients(scheme: str) -> None:

@@ -6,52 +6,15 @@ Must not import ray or torch.
 from __future__ import annotations
 
 import logging
-import os
-import uuid
 
 from elastic.storage.filesystem import Filesystem
-from elastic.storage.store_errors import is_full
 
-__all__ = ["NUM_CHECKPOINTS", "NoRoom", "RoomWatch", "check_room"]
+__all__ = ["NUM_CHECKPOINTS", "RoomWatch"]
 
 logger = logging.getLogger("elastic")
 
 NUM_CHECKPOINTS = 2
 """So many more are to fit: the next one is written before an older one goes."""
-
-_START_BYTES = 1 << 16
-
-
-class NoRoom(ValueError):
-    """Storage is so full that a run cannot even begin."""
-
-
-def check_room(fs: Filesystem) -> None:
-    """Makes the root `fs`, and sees that it takes a little more than a run begins with.
-
-    Leaves nothing else. Raises `NoRoom` where there is none for that, and any other trouble
-    as it comes.
-    """
-    path = f".probe-{uuid.uuid4().hex}"
-    try:
-        fs.make_dirs()
-        fs.write_bytes(path, os.urandom(_START_BYTES))
-        fs.remove_tree(path)
-    except OSError as error:
-        if not is_full(str(error)):
-            raise
-        raise NoRoom(
-            f"storage is full: the run directory {fs.url} does not take {_START_BYTES} bytes more "
-            f"({error}){_free(fs)}. Nothing was started: free room there, or choose another storage"
-        ) from error
-
-
-def _free(fs: Filesystem) -> str:
-    try:
-        free_bytes = fs.free_bytes()
-    except OSError:
-        return ""
-    return "" if free_bytes is None else f"; {free_bytes} bytes are free for this user"
 
 
 class RoomWatch:

@@ -28,7 +28,7 @@ from elastic.storage.filesystem import Filesystem
 from elastic.storage.late_visibility import wait_for
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.metrics import MetricsWriter
-from elastic.storage.room import RoomWatch, check_room
+from elastic.storage.room import RoomWatch
 from elastic.storage.suspects import highest_trusted, rule_on
 from elastic.training.coordinator import CommitResult, NoSoundCheckpoint, Orders, Shard
 from elastic.training.failed_saves import FULL, clean_up
@@ -77,9 +77,8 @@ class Book:
     def __init__(
         self, config: TrainingConfig, spec: RunSpec, keep: Retention, launcher: Launcher
     ) -> None:
-        """Raises `NoRoom` and what `claim` raises, and then nothing was written."""
+        """Raises what `claim` raises, and then nothing was written."""
         filesystem = Filesystem.at(config.run_url)
-        check_room(filesystem)
         self._claim = claim(filesystem, spec, launcher.what)
         self._past = read_ledger(filesystem)
         self._ledger = LedgerWriter(filesystem, next_life(filesystem), uuid.uuid4().hex[:8])

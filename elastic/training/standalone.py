@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.policy.retention import Retention
+from elastic.storage.access import StorageRefused, check_access
 from elastic.storage.checkpoints import FileDigest, TensorInfo
 from elastic.storage.claim import RunSpec
 from elastic.storage.filesystem import Filesystem
@@ -58,6 +59,7 @@ def train_standalone(
     state of that step saved, when `launcher` asks any rank to stop.
 
     Raises:
+        StorageRefused: rank 0 can write nothing in the run directory; the same words on all ranks.
         StorageNotShared: not every rank sees the run directory.
         NotStarted: on the other ranks, when rank 0 raised what follows.
         LeaseHeld, IdentityMismatch, NoSoundCheckpoint and so on: what `claim` and `Book` raise.
@@ -65,7 +67,7 @@ def train_standalone(
     """
     launcher = launcher or Launcher()
     config = dataclasses.replace(config, accept_changes=tuple(spec.accepted))
-    make_book = functools.partial(Book, config, spec, keep, launcher)
+    make_book = functools.partial(_book, config, spec, keep, launcher)
     book, (run_id, generation, resume_step) = _begin(store, make_book, world_rank)
     member = Membership(
         run_id=run_id,
@@ -120,6 +122,11 @@ def _train_as(
     return run
 
 
+def _book(config: TrainingConfig, spec: RunSpec, keep: Retention, launcher: Launcher) -> Book:
+    check_access(Filesystem.at(config.run_url), "rank 0")
+    return Book(config, spec, keep, launcher)
+
+
 def _begin(
     store: dist.Store, make_book: Callable[[], Book], world_rank: int
 ) -> tuple[Book | None, tuple[str, int, int | None]]:
@@ -130,7 +137,9 @@ def _begin(
             book = make_book()
             chosen = book.choose()
         except BaseException as error:
-            store.set("elastic/start", json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+            kind = "storage" if isinstance(error, StorageRefused) else "refused"
+            words = str(error) if kind == "storage" else f"{type(error).__name__}: {error}"
+            store.set("elastic/start", json.dumps({kind: words}))
             if book is not None:
                 book.end("failed", -1, f"{type(error).__name__}: {error}")
             raise
@@ -138,6 +147,8 @@ def _begin(
         return book, chosen
     store.wait(["elastic/start"], timedelta(seconds=_START_S))
     told = json.loads(store.get("elastic/start"))
+    if "storage" in told:
+        raise StorageRefused(told["storage"])
     if "refused" in told:
         raise NotStarted(f"rank 0 could not begin the run: {told['refused']}")
     run_id, generation, step = told["chosen"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elastic.storage.access import BUCKET_ADVICE, surroundings
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.run_file import RUN_FILE, load_run_file
 from elastic.training.membership import Membership
@@ -21,6 +22,11 @@ VISIBLE_S = 10.0
 """How late a network file system may show the run file to a node."""
 _LOOK_AGAIN_S = 0.2
 _SEEN = "elastic.storage_seen"
+_ADVICE = {
+    True: "a shared file system that is mounted on all of them, or a bucket such as "
+    "s3://bucket/runs",
+    False: BUCKET_ADVICE,
+}
 
 
 class StorageNotShared(RuntimeError):
@@ -43,8 +49,7 @@ def probe(
     if any(flaw for _, flaw in everyone):
         raise StorageNotShared(
             f"the ranks do not all see the run {member.run_id} at {fs.url}: {_by_node(everyone)}. "
-            "The path must lead to the same storage on every node: a shared file system that is "
-            "mounted on all of them, or a bucket such as s3://bucket/runs"
+            f"The path must lead to the same storage on every node: {_ADVICE[fs.is_local]}"
         )
     kept[_SEEN] = True
 
@@ -56,7 +61,7 @@ def _look(fs: Filesystem, run_id: str, visible_s: float) -> str:
         try:
             found = load_run_file(fs)
         except Exception as error:  # noqa: BLE001 - whatever it is, this node's name goes with it
-            return f"cannot read {RUN_FILE} there ({type(error).__name__}: {error})"
+            return f"cannot read {RUN_FILE} there ({_words(fs, error)})"
         if found is not None:
             is_ours = found.run_id == run_id
             return _unwritable(fs) if is_ours else f"finds another run there, {found.run_id}"
@@ -72,8 +77,14 @@ def _unwritable(fs: Filesystem) -> str:
         fs.write_bytes(path, b"")
         fs.remove_tree(path)
     except Exception as error:  # noqa: BLE001 - whatever it is, this node's name goes with it
-        return f"cannot write there ({type(error).__name__}: {error})"
+        return f"cannot write there ({_words(fs, error)})"
     return ""
+
+
+def _words(fs: Filesystem, error: Exception) -> str:
+    """The error, and what this node's environment has told the client of an object store."""
+    found = surroundings(fs)
+    return f"{type(error).__name__}: {error}{f'; {found}' if found else ''}"
 
 
 def _by_node(everyone: list[tuple[str, str]]) -> str:

@@ -255,7 +255,7 @@ def run_standalone(
 
     Raises:
         RuntimeError: torchrun has not started this process; `UnsupportedVersion` for another torch.
-        ValueError, TypeError: something cannot work; says what.
+        ValueError, TypeError: something cannot work; says what. `StorageRefused` is one of them.
         LeaseHeld, IdentityMismatch, UnsupportedFormat: on rank 0, `NotStarted` on the others.
     """
     versions.check("torch")

@@ -53,12 +53,7 @@ def reading(run: str) -> Iterator[None]:
     except click.ClickException:
         raise
     except (ValueError, UnsupportedFormat) as error:
-        extra = (
-            ". Install the extra for it: elastic-ray[s3] or elastic-ray[gcs]"
-            if isinstance(error.__cause__, ImportError)
-            else ""
-        )
-        raise BadRun(f"cannot read {shown}: {plain(str(error))}{extra}") from error
+        raise BadRun(f"cannot read {shown}: {plain(str(error))}") from error
     except Exception as error:  # storage clients raise classes of their own
         raise BadRun(
             f"cannot read {shown}: {type(error).__name__}: {plain(str(error))}. Check that "
@@ -88,6 +83,9 @@ def _no_run(fs: Filesystem) -> str:
     if fs.local_root is not None and not os.path.isdir(fs.local_root):
         what = "it is a file" if os.path.exists(fs.local_root) else "there is no such directory"
         return f"{looked_for}, but {what}. Give a run directory: STORAGE/NAME"
+    bucket = fs.missing_bucket()
+    if bucket is not None:
+        return f"{looked_for}, but there is no bucket {plain(bucket)}"
     entries = fs.list()
     runs = [
         entry.name for entry in entries if entry.is_dir and fs.exists(f"{entry.name}/{RUN_FILE}")

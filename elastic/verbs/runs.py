@@ -42,5 +42,8 @@ def runs(storage: str, as_json: bool) -> None:
                 "storage that holds it"
             )
         rows = list_runs(root, now_s=time.time())
+        bucket = None if rows else root.missing_bucket()
+        if bucket is not None:
+            raise BadRun(f"no storage at {plain(root.url)}: there is no bucket {plain(bucket)}")
         shown = to_json([asdict(row) for row in rows]) if as_json else runs_text(rows)
     click.echo(shown)

@@ -251,7 +251,8 @@ class Fit:
     def events(self, kind: str) -> list[LedgerEvent]:
         """What the ledger holds so far of this kind; fails once the run has failed."""
         assert self._failures == []
-        found = read_ledger(Filesystem.at(self._url)) if Path(self._url).is_dir() else []
+        is_there = "://" in self._url or Path(self._url).is_dir()
+        found = read_ledger(Filesystem.at(self._url)) if is_there else []
         return [event for event in found if event.kind == kind]
 
     def stop(self) -> None:

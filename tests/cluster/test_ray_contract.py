@@ -82,6 +82,9 @@ METHODS = {
         ],
         "run": ["self"],
     },
+    "ray.train.v2._internal.execution.storage:StorageContext": {
+        "__init__": ["self", "storage_path", "experiment_dir_name", "storage_filesystem"],
+    },
     "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy": {
         "_maybe_send_resource_request": ["self"],
     },
@@ -121,6 +124,7 @@ ATTRIBUTES = {
         "_scaling_policy",
         "worker_group_cls",
     ],
+    "ray.train.v2.api.config:RunConfig": ["storage_context"],
     "ray._private.worker": ["_global_node"],
     "ray.train.v2.api.config:ScalingConfig": ["_resources_per_worker_not_none"],
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,14 +18,18 @@ from click.testing import CliRunner
 
 import elastic
 from elastic.cli import main
+from elastic.storage.access import StorageRefused, check_access
 from elastic.storage.checkpoints import Catalog, SaveIncomplete
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.object_store import ObjectStore
 from elastic.storage.steady_store import Patience, SteadyStore, retries
 from elastic.storage.store_errors import StoreStuck
+from elastic.training import process_group
+from jobs import pretrain
 from tests.dist import standalone_run
 from tests.dist.processes import RankFailed, run_ranks
 from tests.dist.standalone_run import Recipe
+from tests.dist.torchrun_job import SMALL
 from tests.made_run import FILES, add_checkpoint
 from tests.pure.test_crash_matrix import RUN, SCENES, begin, check
 from tests.s3_server import Fault, S3Server, s3_server
@@ -204,6 +209,57 @@ def test_a_run_is_killed_and_resumes_on_it(s3_server: S3Server, tmp_path: Path) 
         assert found.exit_code == 0, found.output
         assert expected in found.output
     assert (tmp_path / "model.safetensors").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    "url, changed, told",
+    [
+        ("s3://nosuch/runs/one", {}, "bucket does not exist; .*make the bucket, or correct"),
+        (
+            "s3://bucket/runs/one",
+            {"AWS_SECRET_ACCESS_KEY": "other"},
+            "PermissionError: .*every node",
+        ),
+        ("s3://bucket/runs/one", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "Could not connect"),
+    ],
+    ids=["no bucket", "wrong secret", "dead endpoint"],
+)
+def test_what_cannot_be_written_is_said_in_one_sentence(
+    s3_server: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    changed: dict[str, str],
+    told: str,
+) -> None:
+    for name, value in changed.items():
+        monkeypatch.setenv(name, value)
+    place = Filesystem.at(url)
+    with pytest.raises(StorageRefused, match=told) as caught:
+        check_access(Filesystem(SteadyStore(ObjectStore("s3"), QUICK), place.root), "a test")
+    assert "\n" not in str(caught.value)
+    if not changed:
+        for words in (["status", url], ["runs", "--storage", "s3://nosuch/runs"]):
+            found = CliRunner().invoke(main, words)
+            assert found.exit_code == 2 and "there is no bucket s3://nosuch" in found.output
+
+
+def test_pretrain_under_torchrun_ends_with_2_where_nothing_can_be_written(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = process_group.open_store("127.0.0.1")
+    place = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port}
+    agent = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_USE_AGENT_STORE": True}
+    for name, value in {**place, **agent}.items():
+        monkeypatch.setenv(name, str(value))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        code = pretrain.main([*SMALL, "--name", "one", "--storage", "s3://nosuch/runs"])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    said = capsys.readouterr().err
+    assert (code, said.count("\n")) == (2, 1), said
+    assert said.startswith("pretrain: cannot write to the run directory s3://nosuch/runs/one")
 
 
 @pytest.mark.thorough

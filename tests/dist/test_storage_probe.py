@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from elastic.storage.filesystem import Filesystem
 from elastic.storage.local_store import LocalStore
 from elastic.training import storage_probe
 from tests.dist import standalone_run
@@ -86,3 +87,20 @@ def test_a_node_that_cannot_write_is_named_before_a_step_is_made(tmp_path: Path)
     with pytest.raises(RankFailed, match=r"\(rank 1\) cannot write there .*Read-only file system"):
         run_ranks(read_only_on_one_node, 2, recipe)
     assert not list(Path(recipe.root, "checkpoints").glob("step-*"))
+
+
+def test_a_node_that_is_not_led_to_the_bucket_says_what_it_was_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Astray(LocalStore):
+        scheme = "s3"
+
+        def open_input(self, path: str) -> Any:
+            raise PermissionError("not yours")
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store:9000")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    assert storage_probe._look(Filesystem(Astray(), "bucket/run"), "a run", 0.0) == (
+        "cannot read run.json there (PermissionError: not yours; AWS_ENDPOINT_URL is "
+        "http://store:9000, AWS_ACCESS_KEY_ID is not set (a profile, or a role))"
+    )

@@ -16,10 +16,15 @@ import torch.distributed as dist
 from elastic.cluster.elastic_config import ElasticConfig
 from elastic.dashboard.status import read_status
 from elastic.policy.mesh import Mesh
+from elastic.policy.retention import Retention
+from elastic.storage.access import StorageRefused
+from elastic.storage.claim import RunSpec
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.requests import SAVE, ask
 from elastic.storage.run_file import RunFile, load_run_file
 from elastic.training import process_group
+from elastic.training.membership import TrainingConfig
+from elastic.training.standalone import train_standalone
 from elastic.training.torchrun import GroupNotMet, Place, Torchrun, meet, run_standalone
 from jobs import pretrain
 from tests.dist.torchrun_job import (
@@ -185,6 +190,30 @@ def test_a_world_that_no_mesh_can_be_is_refused_before_anything(tmp_path: Path) 
             place=PLACE,
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_storage_that_cannot_be_written_is_refused_by_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = dist.HashStore()
+
+    def rank(world_rank: int) -> str:
+        with pytest.raises(StorageRefused) as caught:
+            train_standalone(
+                lambda run: None,
+                TrainingConfig(run_url=f"{tmp_path}/file/run"),
+                RunSpec(name="run", seed=0),
+                Retention(keep=3),
+                world_rank=world_rank,
+                world_size=2,
+                local_rank=world_rank,
+                local_world_size=2,
+                store=store,
+            )
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        said, others = pool.map(rank, (0, 1))
+    assert said == others and "NotADirectoryError" in said
 
 
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, (), "shard"])

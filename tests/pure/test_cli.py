@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -24,6 +25,7 @@ from elastic.storage.checkpoints import Catalog, Manifest
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerEvent, LedgerWriter
 from elastic.storage.manifest import FileDigest
+from elastic.storage.object_store import ObjectStore, forget_clients
 from elastic.storage.run_file import RunFile, create_run_file
 
 NOW_S = 1_800_000_000.0
@@ -575,10 +577,31 @@ def test_a_store_whose_package_is_missing_names_the_extra(
     verb: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(*_: object, **__: object) -> None:
-        raise ImportError("Install s3fs to access S3")
+        raise ImportError("its package is not here")
 
     monkeypatch.setattr("fsspec.filesystem", missing)
-    assert "elastic-ray[s3]" in refusal(*verb, "s3://bucket/run")
+    for scheme in ("s3", "gs"):
+        forget_clients(scheme)
+    for scheme, extra in (("s3", "s3"), ("gs", "gcs")):
+        said = refusal(*verb, f"{scheme}://bucket/run")
+        assert f"pip install 'elastic-ray[{extra}]' (in a checkout -e '.[{extra}]')" in said
+
+
+def test_a_bucket_that_there_is_not(verb: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object store lists nothing there, as it does for a prefix without objects."""
+    storage = f"memory://{uuid.uuid4().hex}"
+    assert f"but there is no bucket {storage}" in refusal(*verb, f"{storage}/run")
+    said = refusal("runs", "--storage", f"{storage}/runs")
+    assert f"no storage at {storage}/runs: there is no bucket {storage}" in said
+    Filesystem.at(storage).write_bytes("else", b"")
+    assert "found nothing" in refusal(*verb, f"{storage}/run")
+    assert ask("runs", "--storage", f"{storage}/runs").exit_code == 0
+
+    def denied(*_: object) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(ObjectStore, "entry", denied)
+    assert Filesystem.at(f"{storage}/run").missing_bucket() is None
 
 
 @pytest.mark.parametrize(

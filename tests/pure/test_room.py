@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
 
 from elastic.storage.filesystem import Filesystem
-from elastic.storage.room import NoRoom, RoomWatch, check_room
+from elastic.storage.room import RoomWatch
 
 
 def test_too_little_room_is_told_once(  # B59
@@ -31,21 +30,3 @@ def test_too_little_room_is_told_once(  # B59
 
 def test_where_it_cannot_be_known_nothing_is_told() -> None:
     assert RoomWatch(Filesystem.at("memory://bucket")).look(1 << 60) == ""
-
-
-def test_storage_without_room_is_refused_with_its_path_and_what_is_free(tmp_path: Path) -> None:
-    fs = Filesystem.at(f"{tmp_path}/run")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as a quota would have it
-    try:
-        with pytest.raises(NoRoom, match=r"full: .*/run does not take .* bytes are free"):
-            check_room(fs)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list((tmp_path / "run").iterdir()) == []
-    check_room(fs)
-    assert list((tmp_path / "run").iterdir()) == []
-    (tmp_path / "run").rmdir()
-    (tmp_path / "run").write_text("no directory")
-    with pytest.raises(OSError, match="is a file"):
-        check_room(fs)
