@@ -74,11 +74,11 @@ def events_text(events: Sequence[LedgerEvent]) -> str:
 def checkpoints_text(
     checkpoints: Sequence[Checkpoint],
     pinned: Collection[int] = (),
-    archived: Collection[int] = (),
+    archived: Mapping[int, str] = MappingProxyType({}),
     suspects: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
-    """One checkpoint a line; one that does not count says why. `pinned`, `archived` are steps,
-    `suspects` steps with the reason."""
+    """One checkpoint a line; one that does not count says why. `pinned` are steps, `archived` steps
+    with their place in the archive, `suspects` steps with the reason."""
     if not checkpoints:
         return "no checkpoints"
     rows = [
@@ -97,11 +97,15 @@ def checkpoints_text(
     return "\n".join(table(header, rows, right="STEP SIZE WORKERS GENERATION"))
 
 
-def _is_complete(one: Checkpoint, *marked: Collection[int]) -> str:
-    """`marked` are the steps that are pinned, those archived, and those suspect."""
+def _is_complete(
+    one: Checkpoint,
+    pinned: Collection[int],
+    archived: Mapping[int, str],
+    suspects: Collection[int],
+) -> str:
     if not one.complete:
-        return "no"
-    marks = zip(("pinned", "archived", "suspect"), marked, strict=True)
+        return "archived" if archived.get(one.step) == one.path else "no"
+    marks = (("pinned", pinned), ("archived", archived), ("suspect", suspects))
     return ", ".join(["yes", *(mark for mark, steps in marks if one.step in steps)])
 
 

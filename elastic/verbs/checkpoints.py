@@ -48,7 +48,8 @@ def checkpoints() -> None:
 def list_checkpoints(run: str, as_json: bool) -> None:
     """Every checkpoint of RUN, lowest step first, and why an incomplete one does not count.
 
-    Those that lie only in the run's archive are among them, with their place there. A suspect one
+    Those that lie only in the run's archive are among them, "archived", with their place there:
+    sound, and resumed only after `elastic rollback --to` their step. A suspect one
     is passed by when the run resumes, since the losses went wrong when it was loaded; `elastic
     rollback --to` its step makes it count again.
     """
@@ -60,12 +61,12 @@ def list_checkpoints(run: str, as_json: bool) -> None:
         pinned = pins.pinned_steps(fs)
     archived = {} if archive is None else _archived(archive)
     found = _with_archived(found, archived)
+    places = {step: one.path for step, one in archived.items()}
     if not as_json:
-        click.echo(checkpoints_text(found, pinned, archived, suspects))
+        click.echo(checkpoints_text(found, pinned, places, suspects))
         return
     rows = [{**asdict(one), "suspect": suspects.get(one.step, "")} for one in found]
     if archive is not None:
-        places = {step: one.path for step, one in archived.items()}
         rows = [{**row, "archived": places.get(row["step"])} for row in rows]
     click.echo(to_json(rows))
 
@@ -140,9 +141,9 @@ def verify(run: str, as_json: bool, steps: tuple[int, ...]) -> None:
 def prune(run: str, as_json: bool, keep: int, keep_every: int | None, yes: bool) -> None:
     """Remove complete checkpoints of RUN, all but the newest K; says what, does it with --yes.
 
-    Never removes the newest, nor a pinned one. Before it removes any it reads the newest and
-    checks its digests: where that is damaged, nothing is removed. Leaves incomplete ones, saves in
-    progress and the quarantine alone.
+    Never removes the newest, nor a pinned one. Where it would remove any, it first reads the newest
+    and checks its digests, with --yes and without: where that is damaged, nothing is removed.
+    Leaves incomplete ones, saves in progress and the quarantine alone.
 
     \b
     Exit codes: 0 done or shown, 1 refused or not all removed, 2 no such run.
@@ -150,9 +151,9 @@ def prune(run: str, as_json: bool, keep: int, keep_every: int | None, yes: bool)
     with reading(run):
         catalog = _catalog(run)
         fates = pruning.plan(catalog, Retention(keep=keep, keep_every=keep_every))
-        if yes and any(fate.remove for fate in fates):
+        if any(fate.remove for fate in fates):
             trusted = [fate for fate in fates if fate.why != pruning.SUSPECT]
-            _check_newest(catalog, trusted[-1].checkpoint.step)
+            _check_newest(catalog, trusted[-1].checkpoint.step, yes)
         shown = "" if as_json else fates_text(fates)
     removed: list[int] = []
     if yes:
@@ -234,12 +235,13 @@ def _verdict(one: Verdict, pinned: bool) -> dict[str, Any]:
     return {**asdict(one), "pinned": pinned}
 
 
-def _check_newest(catalog: Catalog, newest: int) -> None:
+def _check_newest(catalog: Catalog, newest: int, yes: bool) -> None:
     with progress(f"step {newest} verified") as tell:
         (verdict,) = verification.verify(catalog, [newest], tell)
     if verdict.result != GOOD:
+        nothing = "nothing was removed" if yes else "with --yes nothing would be removed"
         raise Problem(
-            f"nothing was removed: the newest checkpoint, step {newest}, is {verdict.result} "
+            f"{nothing}: the newest checkpoint, step {newest}, is {verdict.result} "
             f"({plain('; '.join(verdict.problems))}), so that an older one may be needed"
         )
 

@@ -249,6 +249,9 @@ def test_a_damaged_newest_one_keeps_all_the_others(catalog: Catalog) -> None:
     refused = ask("prune", catalog, "--keep", 1, "--yes")
     assert refused.exit_code == 1
     assert "nothing was removed: the newest checkpoint, step 40, is bad" in refused.stderr
+    shown = ask("prune", catalog, "--keep", 1)
+    assert shown.exit_code == 1, "what is shown is what --yes does"
+    assert "would be removed: the newest checkpoint, step 40, is bad" in shown.stderr
     assert catalog.complete_steps() == STEPS
 
 
