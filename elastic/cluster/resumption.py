@@ -18,6 +18,7 @@ from elastic.policy.coverage import Resume, Snapshot
 from elastic.policy.events import Committed, Event, Record, Unrecoverable
 from elastic.policy.suspicion import Doubt, Then
 from elastic.storage.ledger import LedgerEvent
+from elastic.storage.readmission import BRING_BACK
 
 logger = logging.getLogger("elastic")
 
@@ -131,7 +132,7 @@ class Resumption:
             return older, ""
         problem = (
             f"no checkpoint with sound bytes is left; the last tried, step {step}: {reason}. "
-            "Restore the files from a copy, or start a new run under another name"
+            f"{BRING_BACK}, or start a new run under another name"
         )
         self._post(Unrecoverable(generation=generation, reason=problem))
         return None, problem

@@ -88,12 +88,12 @@ class Look:
         )
 
 
-def look_at(fs: Filesystem, run_id: str, step: int) -> Look:
-    """What is at `step-<step>` of the run `run_id` with root `fs`.
+def look_at(fs: Filesystem, run_id: str, step: int, path: str = "") -> Look:
+    """What is at `step-<step>` of the run `run_id` with root `fs`, or at `path` if given.
 
     Trouble in reading raises, except that something is missing: it says nothing about the bytes.
     """
-    look = Look(step=step, path=home(step))
+    look = Look(step=step, path=path or home(step))
     look.flaw = _flaw(fs, run_id, look)
     if not look.complete:
         look.bytes = sum(file_sizes(fs, look.path).values())
@@ -117,7 +117,8 @@ def _flaw(fs: Filesystem, run_id: str, look: Look) -> str:
         return str(error)
     if pointer is None:
         return f"its {MARKER} marker is unreadable"
-    look.path = pointer.path
+    if pointer.path != home(look.step):
+        look.path = pointer.path
     text = read_if_there(fs, f"{look.path}/{MANIFEST}")
     if text is None:
         return f"{MANIFEST} is missing"

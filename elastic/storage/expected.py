@@ -15,6 +15,7 @@ from elastic.storage.completeness import home, look_at
 from elastic.storage.late_visibility import committed_steps
 from elastic.storage.ledger import LedgerEvent
 from elastic.storage.manifest import MARKER
+from elastic.storage.readmission import BRING_BACK
 
 __all__ = ["PASSED_BY", "Expected"]
 
@@ -79,7 +80,7 @@ class Expected:
         return (
             f"{those} committed, the last at step {self._committed[-1]}, and none is complete now "
             f"under {fs.url}/checkpoints{kept}; refusing to start again at "
-            "step 0: restore them, or use another name"
+            f"step 0. {BRING_BACK}, or use another name"
         )
 
     def _problem(self, step: int) -> str:

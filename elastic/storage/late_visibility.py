@@ -34,7 +34,7 @@ def committed_steps(past: Iterable[LedgerEvent]) -> set[int]:
     """Steps that were committed, and not taken away again, as the ledger tells."""
     there: set[int] = set()
     for event in past:
-        if event.kind == "checkpoint_committed":
+        if event.kind in ("checkpoint_committed", "checkpoint_restored"):
             there.add(event.step)
         elif event.kind in ("checkpoint_removed", "checkpoint_quarantined"):
             there.discard(event.step)

@@ -21,7 +21,7 @@ from elastic.storage.completeness import (
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import MARKER, REASON
 
-__all__ = ["checkpoints", "kept_data", "set_aside", "steps"]
+__all__ = ["checkpoints", "kept_data", "put_back", "set_aside", "steps"]
 
 _QUARANTINE = f"{DIR}/quarantine"
 
@@ -62,6 +62,20 @@ def set_aside(fs: Filesystem, step: int, reason: str, path: str = "") -> str:
         fs.write_bytes(f"{target}/{MARKER}", marker)
     fs.write_bytes(f"{target}/{REASON}", text)
     return target
+
+
+def put_back(fs: Filesystem, step: int, path: str) -> None:
+    """What was set aside at `path` is at its step again, where there must be nothing.
+
+    A crash at any point leaves it in one of the two places, or on an object store in both.
+    """
+    if fs.is_local:
+        fs.rename(path, home(step))
+        with contextlib.suppress(OSError):
+            fs.remove_tree(f"{home(step)}/{REASON}")
+        return
+    fs.write_bytes(f"{home(step)}/{MARKER}", fs.read_bytes(f"{path}/{MARKER}"))
+    fs.remove_tree(path)
 
 
 def _checkpoint(fs: Filesystem, path: str) -> Checkpoint:

@@ -6,10 +6,13 @@ Only the holder of the run's lease may do it. Must not import ray or torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
+from elastic.storage import quarantine
 from elastic.storage.archive import Archive
 from elastic.storage.checkpoints import Catalog
-from elastic.storage.ledger import LedgerWriter
+from elastic.storage.ledger import LedgerWriter, read_ledger
+from elastic.storage.readmission import last_set_aside
 from elastic.storage.suspects import lift
 
 
@@ -88,11 +91,35 @@ def steps_above(catalog: Catalog, to_step: int, archive: Archive | None = None) 
 
 
 def _why_not(catalog: Catalog, step: int, complete: list[int]) -> str:
+    why = _in_quarantine(catalog, step) or catalog.inspect(step).reason
     if not complete:
-        return "it has no complete checkpoint"
+        return f"it has no complete checkpoint (step {step}: {why})"
     steps = ", ".join(map(str, complete[-10:]))
     more = f" and {len(complete) - 10} older" if len(complete) > 10 else ""
     return (
         f"it is not one of its complete checkpoints, which are those of the steps {steps}{more} "
-        f"(step {step}: {catalog.inspect(step).reason})"
+        f"(step {step}: {why})"
     )
+
+
+def _in_quarantine(catalog: Catalog, step: int) -> str:
+    """Where it lies, since when and why, and what brings it back; "" if it was not set aside."""
+    path = last_set_aside(catalog, step)
+    if path is None:
+        return ""
+    (reason,) = (one.reason for one in quarantine.checkpoints(catalog.fs) if one.path == path)
+    return (
+        f"in the quarantine, {path},{_since(catalog, step)} {reason}; `elastic checkpoints restore "
+        f"{catalog.fs.url} --step {step}` brings it back if its bytes are sound"
+    )
+
+
+def _since(catalog: Catalog, step: int) -> str:
+    """When the ledger says that it was set aside, "" if it does not."""
+    times = [
+        event.time_s
+        for event in read_ledger(catalog.fs)
+        if (event.kind == "checkpoint_quarantined" and event.step == step)
+        or (event.kind == "rolled_back" and step in event.data.get("set_aside", []))
+    ]
+    return f" since {datetime.fromtimestamp(times[-1], UTC):%Y-%m-%d %H:%M} UTC," if times else ""

@@ -28,6 +28,7 @@ from elastic.storage.filesystem import Filesystem
 from elastic.storage.late_visibility import wait_for
 from elastic.storage.ledger import LedgerWriter, next_life, read_ledger
 from elastic.storage.metrics import MetricsWriter
+from elastic.storage.readmission import BRING_BACK
 from elastic.storage.room import RoomWatch
 from elastic.storage.suspects import highest_trusted, rule_on
 from elastic.training.coordinator import CommitResult, NoSoundCheckpoint, Orders, Shard
@@ -285,7 +286,8 @@ class Book:
         found = highest_trusted(self._catalog, below=step)
         if found is None:
             raise NoSoundCheckpoint(
-                f"no checkpoint with sound bytes is left; the last tried, step {step}: {reason}"
+                f"no checkpoint with sound bytes is left; the last tried, step {step}: {reason}. "
+                f"{BRING_BACK}, or use another name"
             )
         self._record_passed_by(self._expected.passed_by(found.step))
         self._protected = {found.step}

@@ -1,6 +1,6 @@
-"""The verbs about checkpoints: list, verify, prune, pin and unpin.
+"""The verbs about checkpoints: list, verify, prune, pin, unpin and restore.
 
-Only prune with --yes, pin and unpin change anything. Must import neither ray nor torch.
+Only prune with --yes, pin, unpin and restore change anything. Must import neither ray nor torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,19 @@ from elastic.storage import pins, pruning, verification
 from elastic.storage.archive import Archive, archive_of
 from elastic.storage.checkpoints import Catalog, Checkpoint, NotComplete
 from elastic.storage.completeness import home
+from elastic.storage.lease import LeaseHeld
 from elastic.storage.pruning import Fate
-from elastic.storage.suspects import suspect_steps
+from elastic.storage.readmission import (
+    Readmission,
+    ReadmissionRefused,
+    last_set_aside,
+    readmit,
+)
+from elastic.storage.suspects import highest_trusted, suspect_steps
 from elastic.storage.verification import ABSENT, BAD, GOOD, UNREADABLE, Verdict
 from elastic.verbs.progress import progress
+from elastic.verbs.requests import who
+from elastic.verbs.rollback import holding
 from elastic.verbs.run_argument import (
     BadRun,
     Problem,
@@ -209,6 +218,39 @@ def unpin(run: str, step: int, as_json: bool) -> None:
     _tell_pin(step, False, changed, said, as_json)
 
 
+@checkpoints.command(short_help="Bring one back from the quarantine.")
+@run_argument
+@json_option
+@click.option("--step", type=_STEP, required=True, metavar="N", help="The step of the checkpoint.")
+@click.option("--reason", default="", metavar="TEXT", help="Why, for the ledger.")
+def restore(run: str, as_json: bool, step: int, reason: str) -> None:
+    """Bring RUN's checkpoint of step N back from checkpoints/quarantine to its place.
+
+    Of several of that step it takes the one that was set aside last. Every byte is read first:
+    where one is not what was saved, nothing is changed. Only while nobody is at the run, which can
+    take some seconds to find out: stop it first.
+
+    \b
+    Exit codes: 0 it counts again, 1 it cannot be brought back, 2 no such run or checkpoint.
+    """
+    with reading(run):
+        catalog = _catalog(run)
+        if last_set_aside(catalog, step) is None:
+            raise _no_step(catalog, step, "none of it is in the quarantine")
+    with _changing(f"step {step} could not be brought back"):
+        why = reason or f"asked by {who()}"
+        try:
+            with holding(catalog.fs, "restore") as ledger, progress("verified") as tell:
+                done = readmit(catalog, ledger, step, why, time_s=time.time(), tell=tell)
+        except (LeaseHeld, ReadmissionRefused) as error:
+            raise Problem(plain(str(error))) from error
+        newest = highest_trusted(catalog)
+    resumed = None if newest is None else newest.step
+    click.echo(
+        to_json({**asdict(done), "resumed_next": resumed}) if as_json else _back(done, resumed)
+    )
+
+
 # --- what they have in common --------------------------------------------------------------------
 
 
@@ -226,9 +268,22 @@ def _no_step(catalog: Catalog, step: int, reason: str) -> BadRun:
 def _changing(what: str, removed: Sequence[int] = ()) -> Iterator[None]:
     try:
         yield
+    except click.ClickException:
+        raise
     except Exception as error:  # storage clients raise classes of their own
         before = f" (removed before that: {steps_text(removed)})" if removed else ""
         raise Problem(f"{what}: {type(error).__name__}: {plain(str(error))}{before}") from error
+
+
+def _back(done: Readmission, resumed: int | None) -> str:
+    said = f"step {done.step} is back from {done.path}, all {size(done.bytes)} of it checked"
+    if resumed == done.step:
+        return f"{said}: the next submission resumes it"
+    which = "none, since all are suspect" if resumed is None else f"step {resumed}"
+    return (
+        f"{said}. The next submission resumes {which}, and retention counts this one as any other: "
+        f"`elastic checkpoints pin` keeps it, `elastic rollback --to {done.step}` resumes it"
+    )
 
 
 def _verdict(one: Verdict, pinned: bool) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import click
@@ -15,6 +17,7 @@ from elastic.dashboard.text import plain, to_json
 from elastic.storage import lease
 from elastic.storage.archive import Archive, archive_of
 from elastic.storage.checkpoints import Catalog
+from elastic.storage.filesystem import Filesystem
 from elastic.storage.lease import LeaseHeld
 from elastic.storage.ledger import LedgerWriter, next_life
 from elastic.storage.rollback import Rollback, RollbackRefused, roll_back, steps_above
@@ -47,8 +50,8 @@ def rollback(run: str, step: int, reason: str, as_json: bool) -> None:
 
     One that lies only in the run's archive is copied back, and one that is suspect is trusted
     again. Newer checkpoints are moved to checkpoints/quarantine with the reason; nothing is
-    deleted. Only while nobody is at the run, which can take some seconds to find out: stop it
-    first.
+    deleted, and `elastic checkpoints restore` brings one back. Only while nobody is at the run,
+    which can take some seconds to find out: stop it first.
 
     \b
     Exit codes: 0 done, 1 somebody is at the run, 2 no such run or checkpoint.
@@ -76,12 +79,18 @@ def rollback(run: str, step: int, reason: str, as_json: bool) -> None:
 
 
 def _roll_back(catalog: Catalog, archive: Archive | None, step: int, reason: str) -> Rollback:
-    fs = catalog.fs
-    held = lease.acquire(fs, f"elastic rollback, {who()}")
+    with holding(catalog.fs, "rollback") as ledger:
+        return roll_back(catalog, ledger, step, reason, time_s=time.time(), archive=archive)
+
+
+@contextmanager
+def holding(fs: Filesystem, verb: str) -> Iterator[LedgerWriter]:
+    """The run's ledger, while nobody else may write to the run. Raises `LeaseHeld`."""
+    held = lease.acquire(fs, f"elastic {verb}, {who()}")
     try:
-        ledger = LedgerWriter(fs, next_life(fs), f"rollback-{uuid.uuid4().hex[:8]}")
+        ledger = LedgerWriter(fs, next_life(fs), f"{verb}-{uuid.uuid4().hex[:8]}")
         try:
-            return roll_back(catalog, ledger, step, reason, time_s=time.time(), archive=archive)
+            yield ledger
         finally:
             ledger.close()
     finally:

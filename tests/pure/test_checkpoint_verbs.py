@@ -13,10 +13,20 @@ from click.testing import CliRunner, Result
 
 from elastic.cli import main
 from elastic.policy.retention import Retention
-from elastic.storage import local_store, pins, pruning, retention, verification
+from elastic.storage import (
+    late_visibility,
+    lease,
+    local_store,
+    pins,
+    pruning,
+    retention,
+    verification,
+)
 from elastic.storage.checkpoints import Catalog, NotComplete
 from elastic.storage.completeness import digest_problem
 from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import LedgerWriter, read_ledger
+from elastic.storage.readmission import ReadmissionRefused, readmit
 from tests.made_run import BORN_S, add_checkpoint, fingerprint, make_run
 
 STEPS = [0, 10, 20, 30, 40]
@@ -281,6 +291,65 @@ def test_a_removal_that_fails_tells_what_went_before(
     assert "Permission denied (removed before that: 0, 10)" in failed.stderr.replace("\n", " ")
 
 
+# --- back from the quarantine --------------------------------------------------------------------
+
+
+def test_what_was_set_aside_last_comes_back(any_catalog: Catalog) -> None:
+    any_catalog.quarantine(40, "an older history")
+    add_checkpoint(any_catalog, 40, generation=3)
+    any_catalog.quarantine(40, "rolled back to step 30")
+    ledger = LedgerWriter(any_catalog.fs, 0, "a")
+    done = readmit(any_catalog, ledger, 40, "why not", time_s=BORN_S)
+    assert (done.step, done.path) == (40, "checkpoints/quarantine/step-40-1")
+    any_catalog.sweep(9)
+    assert any_catalog.complete_steps() == STEPS
+    assert any_catalog.manifest(40).generation == 3
+    assert {one.result for one in verification.verify(any_catalog)} == {"good"}
+    left = [one.path for one in any_catalog.list() if not one.complete]
+    assert left == ["checkpoints/quarantine/step-40-0"]
+    (event,) = read_ledger(any_catalog.fs)
+    assert (event.kind, event.step, event.reason) == ("checkpoint_restored", 40, "why not")
+    assert late_visibility.newest_committed([event]) == 40
+    with pytest.raises(ReadmissionRefused, match="a complete one is at checkpoints/step-40"):
+        readmit(any_catalog, ledger, 40, "again", time_s=BORN_S)
+
+
+def test_restore_brings_back_and_says_what_is_resumed(catalog: Catalog) -> None:
+    for step in (20, 40):
+        catalog.quarantine(step, "tried")
+    said = ask("restore", catalog, "--step", 20).stdout
+    assert "step 20 is back from checkpoints/quarantine/step-20-0" in said
+    assert "resumes step 30" in said and "pin" in said, "retention may take it again"
+    assert answer("restore", catalog, "--step", 40) == {
+        "step": 40,
+        "path": "checkpoints/quarantine/step-40-0",
+        "bytes": sum(file.bytes for file in catalog.manifest(30).files),
+        "resumed_next": 40,
+    }
+    assert catalog.complete_steps() == STEPS
+    assert catalog.inspect(40).bytes == catalog.inspect(30).bytes, "without the reason"
+
+
+def test_restore_takes_no_bad_bytes_and_nobodys_place(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "BEAT_S", 0.05)
+    assert ask("restore", catalog, "--step", 40).exit_code == 2, "nothing of it was set aside"
+    spoil(catalog, 40)
+    catalog.quarantine(40, "tried")
+    refused = ask("restore", catalog, "--step", 40)
+    assert refused.exit_code == 1
+    said = " ".join(refused.stderr.split())
+    assert "step-40-0 is not what was saved (__0_0.distcp: expected sha256:" in said
+    (catalog.fs.sub("checkpoints/quarantine/step-40-0")).write_bytes("__0_0.distcp", b"a" * 3000)
+    held = lease.acquire(catalog.fs, "job 01000000 on a cluster")
+    refused = ask("restore", catalog, "--step", 40)
+    held.release()
+    assert refused.exit_code == 1 and "job 01000000 on a cluster" in refused.stderr
+    assert catalog.complete_steps() == STEPS[:-1]
+    assert answer("restore", catalog, "--step", 40)["resumed_next"] == 40
+
+
 # --- pins ----------------------------------------------------------------------------------------
 
 
@@ -383,7 +452,13 @@ def test_a_storage_that_takes_no_pin_says_so(
 
 # --- the verbs themselves ------------------------------------------------------------------------
 
-VERBS = [["verify"], ["prune", "--keep", "1"], ["pin", "1"], ["unpin", "1"]]
+VERBS = [
+    ["verify"],
+    ["prune", "--keep", "1"],
+    ["pin", "1"],
+    ["unpin", "1"],
+    ["restore", "--step", "1"],
+]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
@@ -398,7 +473,7 @@ def test_a_run_that_is_none_is_told(verb: list[str], tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("verb", ["verify", "prune", "pin", "unpin"])
+@pytest.mark.parametrize("verb", ["verify", "prune", "pin", "unpin", "restore"])
 def test_help_helps(verb: str) -> None:
     result = CliRunner().invoke(main, ["checkpoints", verb, "--help"])
     assert result.exit_code == 0

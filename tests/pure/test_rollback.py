@@ -161,6 +161,21 @@ def test_a_run_that_somebody_holds_is_left_alone(
     assert [event.life for event in read_ledger(run.fs)] == [0, 0, 0]
 
 
+def test_a_step_that_was_set_aside_is_told_with_what_brings_it_back(run: ARun) -> None:
+    assert ask("rollback", run.root, "--to", "20", "--reason", "spike").exit_code == 0
+    refused = ask("rollback", run.root, "--to", "40")
+    assert refused.exit_code == 2
+    said = " ".join(refused.stderr.split())
+    assert "step 40: in the quarantine, checkpoints/quarantine/step-40-0, since 20" in said
+    assert "rolled back to step 20: spike" in said
+    assert f"`elastic checkpoints restore {run.root} --step 40` brings it back" in said
+    assert "never committed" not in said
+    for step in (0, 20):
+        catalog(run).quarantine(step, "bad bytes")
+    said = " ".join(ask("rollback", run.root, "--to", "40").stderr.split())
+    assert "it has no complete checkpoint (step 40: in the quarantine" in said
+
+
 def test_a_step_that_is_not_there_is_refused_and_nothing_is_written(run: ARun) -> None:
     before = sorted(path for path in run.root.rglob("*"))
     result = ask("rollback", run.root, "--to", "25")
