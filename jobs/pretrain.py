@@ -148,7 +148,7 @@ def _train_under_torchrun(
     from elastic import run_standalone
     from elastic.policy.cause import is_victim
     from elastic.storage.access import StorageRefused
-    from elastic.storage.archive import ArchiveTaken
+    from elastic.storage.archive import ArchiveRefused
     from elastic.storage.claim import IdentityMismatch, run_url
     from elastic.storage.format import UnsupportedFormat
     from elastic.storage.lease import LeaseHeld
@@ -179,7 +179,7 @@ def _train_under_torchrun(
         IdentityMismatch,
         UnsupportedFormat,
         NoSoundCheckpoint,
-        ArchiveTaken,
+        ArchiveRefused,
     ) as error:
         place.say_once(f"pretrain: {error}")
         return 1

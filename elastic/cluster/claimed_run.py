@@ -56,7 +56,7 @@ class ClaimedRun:
             self.catalog = Catalog(filesystem, self.run_id)
             self.archive = archive_of(self._claim.run_file)
             if self.archive is not None:
-                self.archive.check()
+                self.archive.check(self.past, is_again=config.take_over is not None)
             if config.from_step is not None:
                 # Refuses before anything is written.
                 steps_above(self.catalog, config.from_step, self.archive)

@@ -34,7 +34,7 @@ from elastic.cluster.succession import Succession
 from elastic.cluster.training_failed import TrainingFailed
 from elastic.policy.saves import SaveInterval
 from elastic.storage.access import StorageRefused, check_access
-from elastic.storage.archive import ArchiveTaken
+from elastic.storage.archive import ArchiveRefused
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.claim import IdentityMismatch, RunSpec
 from elastic.storage.filesystem import Filesystem
@@ -49,7 +49,7 @@ logger = logging.getLogger("elastic")
 
 # Refusals that come before anything was begun: their message says it all.
 NOT_BEGUN = (
-    *(LeaseHeld, IdentityMismatch, UnsupportedFormat, RollbackRefused, ArchiveTaken),
+    *(LeaseHeld, IdentityMismatch, UnsupportedFormat, RollbackRefused, ArchiveRefused),
     StorageRefused,
 )
 
@@ -120,7 +120,7 @@ class ElasticTrainer(TorchTrainer):
             LeaseHeld: another driver, of this or another cluster, is at this run; names it.
             IdentityMismatch: the name belongs to a run of another configuration; names the fields.
             RollbackRefused: `from_step` is not the step of a complete checkpoint.
-            ArchiveTaken: the archive holds another run of that name.
+            ArchiveRefused: the archive holds another run of that name, or takes nothing.
             StorageRefused: nothing can be written there, from this process or from the driver's.
         """
         filesystem = Filesystem.at(self.run_url)

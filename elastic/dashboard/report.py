@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from itertools import chain
 from types import MappingProxyType
 
+from elastic.dashboard.archive_lag import archive_text
 from elastic.dashboard.goodput import share_text
 from elastic.dashboard.kept_out import kept_out_text
 from elastic.dashboard.last_lines import LastLines, last_lines_told, quoted
@@ -39,6 +40,7 @@ def status_facts(status: RunStatus) -> dict[str, str]:
         "loss": UNSAID if status.loss is None else f"{status.loss:.4f}",
         "checkpoint": _checkpoint(status),
         "saves": _saves(status),
+        **({} if status.archive is None else {"archive": archive_text(status.archive)}),
         "restarts": _restarts(status),
         "goodput": share_text(status.goodput),
         "storage": status.storage,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elastic.dashboard.archive_lag import ArchiveLag, archive_lag
 from elastic.dashboard.checkpoint_note import checkpoint_note
 from elastic.dashboard.goodput import goodput_if_readable
 from elastic.dashboard.kept_out import KeptOutNode, nodes_kept_out
@@ -112,6 +113,8 @@ class RunStatus:
     """Of the rank that caused the newest failure, until the run goes on after it."""
     goodput: Goodput | None
     """Where the time of its slots went; None where the metrics are damaged."""
+    archive: ArchiveLag | None
+    """How far its archive has come; None where it has none."""
 
 
 def read_status(fs: Filesystem, run_file: RunFile, *, now_s: float) -> RunStatus:
@@ -188,6 +191,7 @@ def summarise(
         kept_out=nodes_kept_out(events, now_s),
         last_lines=last_lines_of_failure(events),
         goodput=None,
+        archive=archive_lag(run_file.operational, events, now_s),
     )
 
 

@@ -6,24 +6,42 @@ well. Another run's archive is never written to. Must not import ray or torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from elastic.policy.retention import Retention
 from elastic.storage.checkpoints import Catalog, Checkpoint, NotComplete
 from elastic.storage.copying import copy_checkpoint
 from elastic.storage.filesystem import Filesystem
+from elastic.storage.ledger import LedgerEvent
 from elastic.storage.run_file import RUN_FILE, RunFile, load_run_file
+from elastic.storage.store_errors import is_transient
 
-__all__ = ["Archive", "ArchiveTaken", "archive_of", "check_archive"]
+__all__ = [
+    "Archive",
+    "ArchiveRefused",
+    "ArchiveTaken",
+    "ArchiveUnusable",
+    "archive_of",
+    "check_archive",
+]
+
+_PROBE = ".probe"
+_PROBE_BYTES = 1 << 20
+"""A full disk takes an empty file."""
 
 
 logger = logging.getLogger("elastic")
 
 
-class ArchiveTaken(Exception):
+class ArchiveRefused(Exception):
+    """That place cannot be the archive of this run, and no step was trained."""
+
+
+class ArchiveTaken(ArchiveRefused):
     """Another run has its archive at that place; nothing was written there."""
 
     def __init__(self, url: str, run_id: str, found: str) -> None:
@@ -36,6 +54,22 @@ class ArchiveTaken(Exception):
         return (
             f"the archive {self.url} is that of run {self.found}, not of this run {self.run_id}: "
             "give archive= another place, or the run another name"
+        )
+
+
+class ArchiveUnusable(ArchiveRefused):
+    """The place takes nothing, and never has taken anything of this run."""
+
+    def __init__(self, url: str, problem: str) -> None:
+        super().__init__(url, problem)
+        self.url = url
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return (
+            f"the archive {self.url} takes nothing: expected a place where the run's driver can "
+            f"make this directory and write in it, found {self.problem}. Mend that, give archive= "
+            "another place, or leave archive out; nothing was trained"
         )
 
 
@@ -73,15 +107,32 @@ class Archive:
         self._held: dict[int, tuple[int, int] | None] = {}
         """Generation and attempt of those that were seen to be complete there."""
 
-    def check(self) -> None:
-        """Raises `ArchiveTaken` if the place is another run's; what cannot be told yet is told by
-        the archiver."""
+    def check(self, past: Iterable[LedgerEvent] = (), *, is_again: bool = False) -> None:
+        """Writes a probe. Raises `ArchiveTaken` if the place is another run's, `ArchiveUnusable` if
+        it takes nothing.
+
+        That is only a warning where it may pass, as when a store does not answer, where the ledger
+        `past` tells that the place has taken checkpoints before, and where the run only goes on by
+        itself, `is_again`: then the archiver tries again, and tells.
+        """
         try:
             self.claim()
+            self.fs.write_bytes(_PROBE, bytes(_PROBE_BYTES))
+            with contextlib.suppress(OSError):  # some archives let nobody remove anything
+                self.fs.remove_tree(_PROBE)
         except ArchiveTaken:
             raise
-        except Exception as error:  # noqa: BLE001 - storage clients raise classes of their own
-            logger.warning("the archive %s cannot be reached: %s", self.fs.url, error)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            if not (is_again or is_transient(error) or self._has_taken(past)):
+                raise ArchiveUnusable(self.fs.url, problem) from error
+            logger.warning("the archive %s takes nothing now: %s", self.fs.url, problem)
+
+    def _has_taken(self, past: Iterable[LedgerEvent]) -> bool:
+        return any(
+            event.kind == "checkpoint_archived" and event.data.get("archive") == self.fs.url
+            for event in past
+        )
 
     def claim(self) -> None:
         """Makes the place this run's, once. Raises `ArchiveTaken`, and what the store raises."""

@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from elastic.storage.checkpoints import Catalog, NotComplete
 from elastic.storage.copying import CopyDamaged, CopyStopped, give_way
 
 __all__ = ["ARCHIVED_S", "Archiver"]
+
+logger = logging.getLogger("elastic")
 
 ARCHIVED_S = 600.0
 """How long the end of a finished run waits for what is still to be taken to the archive."""
@@ -49,7 +52,7 @@ class Archiver:
         self._is_wanted = True  # what an earlier life has left is taken first
         self._is_closed = False
         self._is_ending = False
-        self._told: tuple[int, str] | None = None
+        self._told: dict[int, str] = {}
         self._thread = threading.Thread(target=self._run, name="elastic-archive", daemon=True)
         self._thread.start()
 
@@ -97,6 +100,7 @@ class Archiver:
 
     def _take_all(self) -> None:
         self._archive.claim()
+        self._told.pop(-1, None)
         complete = self._catalog.complete_steps()
         for step in self._policy.to_archive(complete, self.holding(complete)):
             try:
@@ -113,16 +117,18 @@ class Archiver:
                 if not isinstance(error, CopyDamaged | NotComplete):
                     return  # most likely the others would fare alike
                 continue
-            self._told = None
+            self._told.pop(step, None)
             self._say("checkpoint_archived", step, "", {"bytes": size_bytes})
 
     def _failed(self, step: int, error: Exception) -> None:
-        """Told once for a step and a reason, however often it is tried."""
+        """Told once for a step and a reason, however often it is tried; step -1 is the place."""
         why = f"{type(error).__name__}: {error}"
-        if self._told == (step, why):
+        if self._told.get(step) == why:
             return
-        self._told = (step, why)
+        self._told[step] = why
         reason = f"{why}; tried again after the next commit, and kept in the run's storage so long"
+        what = "nothing" if step < 0 else f"not the checkpoint of step {step}"
+        logger.warning("the archive %s takes %s: %s", self._archive.fs.url, what, reason)
         self._say("archive_failed", step, reason, {})
 
     def _say(self, kind: str, step: int, reason: str, data: dict[str, Any]) -> None:

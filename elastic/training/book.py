@@ -321,12 +321,12 @@ class Book:
         self._claim.lease.release()
 
     def _begin_archiving(self) -> Archiver | None:
-        """Raises `ArchiveTaken`; then the run is nobody's again."""
+        """Raises `ArchiveRefused`; then the run is nobody's again."""
         archive = archive_of(self._claim.run_file)
         if archive is None:
             return None
         try:
-            archive.check()
+            archive.check(self._past, is_again=self._launcher.restarts > 0)
         except BaseException:
             self._claim.lease.release()
             raise

@@ -12,14 +12,16 @@ import pytest
 from elastic.cluster import whereabouts
 from elastic.cluster.claimed_run import ClaimedRun
 from elastic.cluster.driver import Driver
-from elastic.cluster.driver_config import DriverConfig
+from elastic.cluster.driver_config import DriverConfig, TakeOver
 from elastic.cluster.recovery import Recovery
+from elastic.cluster.trainer import NOT_BEGUN
 from elastic.policy.budgets import Budgets, Failure, as_recorded
 from elastic.policy.causes import Cause
 from elastic.policy.events import Record
 from elastic.policy.retention import Retention
 from elastic.policy.situation import Rules
 from elastic.storage import lease
+from elastic.storage.archive import ArchiveUnusable
 from elastic.storage.claim import RunSpec
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import read_ledger
@@ -40,9 +42,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ARun]:
 
 
 def config(run: ARun, **more: Any) -> DriverConfig:
+    more = {"spec": RunSpec(name="demo", seed=0, accepted=["seed"]), **more}
     return DriverConfig(
         run_url=str(run.root),
-        spec=RunSpec(name="demo", seed=0, accepted=["seed"]),
         rules=Rules(min_workers=1, max_workers=2),
         keep=Retention(),
         resources_per_worker={"CPU": 1.0},
@@ -101,6 +103,18 @@ def test_who_submitted_it_is_warned_of_a_checkpoint_that_is_passed_by(
     progress(status)
     told = "WARNING   checkpoint passed by, step 30: shard is missing"
     assert capsys.readouterr().out.splitlines().count(told) == 1 == len(status["warnings"])
+
+
+def test_an_archive_that_takes_nothing_lets_go_of_the_run(run: ARun, tmp_path: Path) -> None:
+    (tmp_path / "cold").write_text("no directory")
+    operational = {"archive": str(tmp_path / "cold" / "demo"), "keep_every": 20}
+    spec = RunSpec(name="demo", seed=0, accepted=["seed"], operational=operational)
+    with pytest.raises(ArchiveUnusable, match="cold/demo takes nothing"):
+        ClaimedRun(config(run, spec=spec))
+    assert lease.read(run.fs)[1].released
+    assert issubclass(ArchiveUnusable, NOT_BEGUN), "told in few words"
+    before = TakeOver(number=1, cause="it died", noticed_s=0.0, lives=frozenset())
+    ClaimedRun(config(run, spec=spec, take_over=before)).close()
 
 
 def test_a_driver_that_waits_for_the_lease_has_a_status(run: ARun) -> None:

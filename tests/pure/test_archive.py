@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import pickle
 import threading
 import time
 import uuid
@@ -17,13 +20,19 @@ from elastic.cli import main
 from elastic.dashboard.page.saves import saves_of
 from elastic.policy.retention import Retention
 from elastic.storage import local_store, retention
-from elastic.storage.archive import Archive, ArchiveTaken, archive_of, check_archive
+from elastic.storage.archive import (
+    Archive,
+    ArchiveTaken,
+    ArchiveUnusable,
+    archive_of,
+    check_archive,
+)
 from elastic.storage.archiver import Archiver
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.copying import CopyDamaged, copy_checkpoint
 from elastic.storage.fence import raise_fence
 from elastic.storage.filesystem import Filesystem
-from elastic.storage.ledger import LedgerEvent, read_ledger
+from elastic.storage.ledger import LedgerEvent, LedgerWriter, read_ledger
 from elastic.storage.run_file import RunFile, create_run_file, load_run_file
 from elastic.storage.verification import verify
 from tests.made_run import add_checkpoint
@@ -137,7 +146,7 @@ def test_a_step_that_was_trained_again_is_taken_again(catalog: Catalog, archive:
 
 
 def test_an_archive_that_fails_is_told_once_and_tried_again(
-    catalog: Catalog, archive: Archive, start: Start
+    catalog: Catalog, archive: Archive, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = archive.fs.store
     broken = threading.Event()
@@ -165,6 +174,8 @@ def test_an_archive_that_fails_is_told_once_and_tried_again(
         _until(lambda tries=tries: Broken.num_tries == tries)
     assert [(kind, step) for kind, step, _ in words] == [("archive_failed", 20)]
     assert "Input/output error" in words[0][2]
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len([one for one in warned if "takes not the checkpoint of step 20" in one]) == 1
     assert retention.apply(catalog, Retention(keep=1, keep_every=20), (), archiver.holding) == []
     broken.clear()
     archiver.wake()
@@ -183,13 +194,17 @@ def test_damaged_bytes_are_not_archived_and_hold_up_nothing(
     data[0] ^= 1
     file.write_bytes(data)
     archiver, words = start(archive)
+    _until(lambda: len(words) == 2)
+    add_checkpoint(catalog, 60)
+    archiver.wake()
     assert archiver.close(wait_s=60)
     assert [(kind, step) for kind, step, _ in words] == [
         ("archive_failed", 20),
         ("checkpoint_archived", 40),
-    ]
+        ("checkpoint_archived", 60),
+    ], "the damaged one is tried again, and told once"
     assert "CopyDamaged" in words[0][2]
-    assert archive.catalog.complete_steps() == [40]
+    assert archive.catalog.complete_steps() == [40, 60]
 
 
 def test_bytes_that_arrived_otherwise_are_not_called_archived(
@@ -229,6 +244,74 @@ def test_who_has_lost_the_lease_archives_nothing(
     assert archiver.close(wait_s=60)
     assert "the lease is lost" in words[0][2]
     assert archive.catalog.complete_steps() == []
+
+
+class Refusing:
+    """A store that can be read, and takes nothing."""
+
+    def __init__(self, whole: Any, error: OSError) -> None:
+        self.scheme = whole.scheme
+        self._whole = whole
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        if data:  # a full disk has room for a name yet
+            raise self._error
+
+    def create_new(self, path: str, data: bytes) -> bool:
+        raise self._error
+
+
+def _error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
+def test_an_archive_that_takes_nothing_is_refused_at_the_start(
+    archive: Archive, run_file: RunFile, number: int, is_begun: bool
+) -> None:
+    if is_begun:  # it has the run's file by now, and nothing else
+        archive.check()
+        assert [entry.name for entry in archive.fs.list()] == ["run.json"], "no probe is left"
+    again = Archive(archive.fs, run_file)
+    again.fs.store = cast(Any, Refusing(archive.fs.store, _error(number)))
+    with pytest.raises(ArchiveUnusable) as refused:
+        again.check()
+    said = str(refused.value)
+    assert archive.fs.url in said and os.strerror(number) in said and "leave archive out" in said
+    assert str(pickle.loads(pickle.dumps(refused.value))) == said
+
+
+def test_a_file_in_place_of_an_archive_is_refused_at_the_start(
+    tmp_path: Path, run_file: RunFile
+) -> None:
+    (tmp_path / "cold").write_text("no directory")
+    with pytest.raises(ArchiveUnusable, match="cold/demo takes nothing"):
+        Archive(Filesystem.at(str(tmp_path / "cold" / "demo")), run_file).check()
+
+
+def test_what_may_pass_and_what_has_worked_is_a_warning(
+    archive: Archive, run_file: RunFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = archive.fs.store
+    taken = _event("checkpoint_archived", 0, archive=archive.fs.url)
+    elsewhere = _event("checkpoint_archived", 0, archive="/mnt/other/demo")
+
+    def again(number: int) -> Archive:
+        archive.fs.store = cast(Any, Refusing(whole, _error(number)))
+        return Archive(archive.fs, run_file)
+
+    again(errno.ETIMEDOUT).check()
+    again(errno.ENOSPC).check([elsewhere, taken])
+    again(errno.ENOSPC).check(is_again=True)
+    warned = [record.message for record in caplog.records if "takes nothing now" in record.message]
+    assert len(warned) == 3
+    with pytest.raises(ArchiveUnusable):
+        again(errno.ENOSPC).check([elsewhere])
 
 
 def test_another_runs_archive_is_not_touched(tmp_path: Path, archive: Archive) -> None:
@@ -344,27 +427,57 @@ def test_a_rollback_to_what_neither_has_changes_nothing(run: Catalog) -> None:
     assert run.complete_steps() == [30, 40]
 
 
-def test_the_page_tells_of_archived_ones() -> None:
-    def event(kind: str, step: int, **data: Any) -> LedgerEvent:
-        return LedgerEvent(
-            life=0,
-            seq=0,
-            time_s=0.0,
-            kind=kind,
-            generation=0,
-            step=step,
-            world_rank=-1,
-            reason="retention" if kind == "checkpoint_removed" else "",
-            data=data,
-        )
+def test_the_status_tells_how_far_the_archive_lags_and_why(run: Catalog, tmp_path: Path) -> None:
+    place = f"{tmp_path}/cold/demo"
+    ledger = LedgerWriter(run.fs, 0, "a")
+    full = "OSError: [Errno 28] No space left on device"
 
+    def told(kind: str, step: int, time_s: float, reason: str = "") -> str:
+        data = {"archive": place}
+        ledger.append(kind, step=step, time_s=time_s, reason=reason, data=data)
+        lines = ask("status", run.fs.url).splitlines()
+        return next(line for line in lines if line.startswith("archive")).split(maxsplit=1)[1]
+
+    now_s = time.time()
+    assert told("run_started", -1, now_s - 999) == f"{place}, nothing taken yet"
+    told("checkpoint_committed", 20, now_s - 900)
+    told("checkpoint_committed", 30, now_s - 800)
+    assert told("checkpoint_archived", 20, now_s - 700) == f"{place}, up to step 20"
+    told("checkpoint_committed", 40, now_s - 600)
+    told("archive_failed", 40, now_s - 600, full)
+    lags = told("checkpoint_committed", 60, now_s - 300)
+    assert f"LAGS by 2 checkpoints (steps 40, 60), fails for 10 min: {full}" in lags
+    (archive,) = [json.loads(ask("status", run.fs.url, "--json"))["archive"]]
+    assert (archive["missing_steps"], archive["newest_step"]) == ([40, 60], 20)
+    assert archive["failing_for_s"] >= 600 and archive["why"] == full
+    told("checkpoint_archived", 40, now_s - 200)
+    assert told("checkpoint_archived", 60, now_s - 100) == f"{place}, up to step 60"
+    told("archive_failed", -1, now_s - 50, full)
+    assert "LAGS by 0 checkpoints, fails for" in told("progress", 61, now_s)
+
+
+def _event(kind: str, step: int, **data: Any) -> LedgerEvent:
+    return LedgerEvent(
+        life=0,
+        seq=0,
+        time_s=0.0,
+        kind=kind,
+        generation=0,
+        step=step,
+        world_rank=-1,
+        reason="retention" if kind == "checkpoint_removed" else "",
+        data=data,
+    )
+
+
+def test_the_page_tells_of_archived_ones() -> None:
     found = saves_of(
         [
-            event("checkpoint_committed", 20),
-            event("checkpoint_archived", 20, archive="s3://cold/demo"),
-            event("checkpoint_committed", 30),
-            event("checkpoint_removed", 20),
-            event("checkpoint_removed", 30),
+            _event("checkpoint_committed", 20),
+            _event("checkpoint_archived", 20, archive="s3://cold/demo"),
+            _event("checkpoint_committed", 30),
+            _event("checkpoint_removed", 20),
+            _event("checkpoint_removed", 30),
         ],
         [],
         pinned=set(),
