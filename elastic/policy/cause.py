@@ -73,7 +73,7 @@ _STORAGE_TYPES = _names(
     ProxyConnectionError CheckpointNotVisible StorageNotShared CheckpointGone CheckpointCorrupt
     LoadFailed WriteFailed NotComplete SaveIncomplete Unreadable NoSoundCheckpoint
     NothingToResume SafetensorError CheckpointException SaveFailed StorageFull
-    CheckpointSuspect
+    CheckpointSuspect LocalUnusable
     """
 )
 _DIST_TYPES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})

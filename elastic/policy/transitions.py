@@ -72,7 +72,7 @@ class IllegalEvent(AssertionError):
 # gives the same answer.
 FINAL_ERRORS = (
     *("StateMismatch", "NoSoundCheckpoint", "InvalidInput", "LossNotFinite"),
-    *("SnapshotsDoNotFit", "HostMemoryShort", "StorageFull"),
+    *("SnapshotsDoNotFit", "HostMemoryShort", "LocalUnusable", "StorageFull"),
 )
 
 _MOST_DOUBLINGS = 10

@@ -48,7 +48,12 @@ class LocalUnusable(Exception):
         self.problem = problem
 
     def __str__(self) -> str:
-        return f"local={self.root!r} cannot be used on this node: {self.problem}"
+        return (
+            f"local={self.root!r} cannot be used: {self.problem}. Expected a directory on the "
+            "node's own disk that this user may write, or a name for one in a directory that is "
+            "there: mount the disk, name another place, or leave local out, and all saves go to "
+            "storage directly"
+        )
 
 
 def check_local(local: str | None, storage: str) -> None:

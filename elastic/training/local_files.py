@@ -51,7 +51,8 @@ def open_tier(
     if all(everyone) and member.resume_step is None:
         raise LocalUnusable(root, "; ".join(sorted(set(everyone))))
     if problem:
-        tell("local_disk_failed", f"{LocalUnusable(root, problem)}; saves go to storage directly")
+        told = f"local={root!r} cannot be used: {problem}; saves go to storage directly"
+        tell("local_disk_failed", told)
     return tier
 
 

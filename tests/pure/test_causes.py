@@ -12,6 +12,7 @@ from elastic.policy.budgets import EXCEPTIONS, FREE, MOST_IN_A_ROW, Failure
 from elastic.policy.cause import Told, find, is_victim, of_death, of_error, of_start
 from elastic.policy.causes import TOLD_BY, Cause
 from elastic.policy.events import RankError, WorkerDied
+from elastic.policy.transitions import FINAL_ERRORS
 
 # Each with where it was seen. Texts of programs; ids, addresses and paths in them are made up.
 TEXTS: list[dict[str, Any]] = json.loads(
@@ -66,6 +67,13 @@ def test_rays_guesses_are_no_evidence():
 )
 def test_what_healthy_ranks_write_is_no_evidence(line: str):
     assert of_death("", [line]) == Told(cause=Cause.WORKER_KILLED)
+
+
+def test_a_disk_that_no_node_has_is_no_exception_of_the_users():
+    """Its class is that of storage, whatever the words of its cause."""
+    text = "local='/nvme' cannot be used: PermissionError: [Errno 13] Permission denied: '/nvme'"
+    assert of_error("LocalUnusable", text).cause is Cause.STORAGE
+    assert "LocalUnusable" in FINAL_ERRORS
 
 
 RAISED = 'Traceback (most recent call last):\n  File "{}", line 4, in train\n    {}\n'

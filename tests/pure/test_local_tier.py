@@ -397,8 +397,9 @@ def test_a_directory_that_others_prepared_is_not_used(
 
 
 def test_a_place_that_is_not_there_is_told(tmp_path: Path, shared: Filesystem) -> None:
-    with pytest.raises(LocalUnusable, match="not mounted"):
+    with pytest.raises(LocalUnusable, match="not mounted") as refused:
         LocalTier(str(tmp_path / "nvme" / "of" / "another"), "me", shared)
+    assert "or leave local out" in str(refused.value), "what to do"
     with pytest.raises(LocalUnusable, match="makes no name"):
         LocalTier(str(tmp_path), "../me", shared)
 
