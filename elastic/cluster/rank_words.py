@@ -194,7 +194,10 @@ class RankWords:
     def _on_local_tier(self, rank: int, data: Data) -> None:
         """A node's own disk: each of its ranks says so when that fails, and once is enough."""
         kind = str(data["kind"])
-        if kind != "local_copy_damaged" and (kind, data["host"]) in self._told_of_disks:
+        if (
+            kind not in ("local_copy_damaged", "local_disk_read")
+            and (kind, data["host"]) in self._told_of_disks
+        ):
             return
         self._told_of_disks.add((kind, data["host"]))
         self._record(

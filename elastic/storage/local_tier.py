@@ -176,6 +176,13 @@ class LocalTier:
         self._nearest = Nearest(self.shared, path, self.fs, attempt, files)
         return Filesystem(self._nearest, self.shared.root)
 
+    def num_read(self) -> tuple[int, int]:
+        """How many files of the checkpoint last read came from this disk, and how many from
+        storage; (0, 0) where the disk was left out."""
+        if self._nearest is None:
+            return 0, 0
+        return len(self._nearest.read), len(self._nearest.read_in_storage)
+
     def drop_damaged(self, manifest: Manifest) -> list[str]:
         """What was wrong with files read here of that checkpoint, which are gone now; [] if none
         was."""

@@ -180,6 +180,7 @@ class Nearest:
         self._files = files
         self.read: set[str] = set()
         """The names of the files that were read from the disk."""
+        self.read_in_storage: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shared, name)
@@ -191,6 +192,7 @@ class Nearest:
                 stream = io.BufferedReader(DiskFile(local))
                 self.read.add(path.removeprefix(self._prefix))
                 return cast(BinaryIO, stream)
+        self.read_in_storage.add(path.removeprefix(self._prefix))
         return self._shared.open_input(path)
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:

@@ -16,7 +16,7 @@ from elastic.storage.local_tier import LocalTier, LocalUnusable
 from elastic.training.coordinator import Coordinator
 from elastic.training.membership import Membership, TrainingConfig
 
-__all__ = ["open_tier", "tidy", "warn_of_space"]
+__all__ = ["open_tier", "tell_read", "tidy", "warn_of_space"]
 
 
 def open_tier(
@@ -54,6 +54,33 @@ def open_tier(
         told = f"local={root!r} cannot be used: {problem}; saves go to storage directly"
         tell("local_disk_failed", told)
     return tier
+
+
+def tell_read(
+    tier: LocalTier | None,
+    step: int,
+    member: Membership,
+    coordinator: Coordinator,
+    control: dist.ProcessGroup,
+) -> None:
+    """Tells, where any rank has a tier, how much of the checkpoint of `step` came from the disks.
+
+    Every rank calls it once it has loaded.
+    """
+    everyone: list[Any] = [None] * member.world_size
+    dist.all_gather_object(everyone, None if tier is None else tier.num_read(), group=control)
+    counts = [one for one in everyone if one is not None]
+    if member.world_rank > 0 or not counts:
+        return
+    here, elsewhere = (sum(one[place] for one in counts) for place in (0, 1))
+    without = member.world_size - len(counts)
+    reason = (
+        f"of the files that the ranks read of step {step}, each counted on each rank, {here} lay "
+        f"on the nodes' own disks and {elsewhere} in storage"
+        + (f"; {without} ranks have no disk and read in storage" if without else "")
+    )
+    told = {"kind": "local_disk_read", "reason": reason, "host": socket.gethostname()}
+    coordinator.notify("local_tier", told)
 
 
 def tidy(tier: LocalTier | None, member: Membership) -> None:

@@ -26,7 +26,7 @@ from elastic.training.checkpoint import (
 )
 from elastic.training.coordinator import Coordinator, NoSoundCheckpoint
 from elastic.training.foreign import load_weights
-from elastic.training.local_files import tidy
+from elastic.training.local_files import tell_read, tidy
 from elastic.training.membership import Membership
 from elastic.training.node_memory import NodeMemory, PieceLost
 from elastic.training.snapshot_reader import load_snapshot
@@ -140,9 +140,12 @@ def restore(
         bad = _gather(problems, control)
         if not bad:
             try:
-                return load(fs, path, manifest, state, control)
+                restored = load(fs, path, manifest, state, control)
             except CheckpointCorrupt as error:
                 bad = [str(error)]
+            else:
+                tell_read(local, step, member, coordinator, control)
+                return restored
         if _was_local(local, manifest, control):
             continue
         step = _step_back(step, "; ".join(bad), member, coordinator, control)

@@ -54,6 +54,11 @@ def killed(tmp_path: Path) -> int:
     return newest.step
 
 
+def read_told(recipe: Recipe) -> list[str]:
+    events = read_ledger(Filesystem.at(recipe.root))
+    return [event.reason for event in events if event.kind == "local_disk_read"]
+
+
 def local_files(recipe: Recipe, step: int) -> list[Path]:
     assert recipe.local is not None
     return sorted(path for path in Path(recipe.local).rglob(f"step-{step}.tmp-*/*"))
@@ -74,6 +79,11 @@ def test_what_lies_on_the_nodes_disk_is_not_read_in_storage(tmp_path: Path, reci
     ended = run(2, recipe)
     assert [rank["resumed"] for rank in ended] == [step, step]
     assert "checkpoint_quarantined" not in kinds(recipe)
+    (told,) = read_told(recipe)
+    assert f"of step {step}," in told and told.endswith(
+        " lay on the nodes' own disks and 0 in storage"
+    )
+    assert " 0 lay" not in told
     whole = _recipe(tmp_path / "undisturbed", local=None)
     run(2, whole)
     assert curve(recipe.root) == curve(whole.root)
@@ -120,6 +130,7 @@ def test_a_place_that_no_node_has_is_told_at_the_start(tmp_path: Path, recipe: R
     run(1, _recipe(tmp_path, until=5))
     (ended,) = run(1, nowhere)
     assert (ended["resumed"], ended["step"]) == (5, 20)
+    assert read_told(recipe) == [], "nobody has a disk"
     assert kinds(recipe).count("local_disk_failed") == 1
 
 

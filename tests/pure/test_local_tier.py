@@ -230,6 +230,7 @@ def test_the_nearest_copy_is_read(tier: LocalTier, shared: Filesystem) -> None:
     assert fs.read_bytes("checkpoints/step-10/shard") == BIG
     assert fs.size("checkpoints/step-10/shard") == len(BIG)
     assert digest_problem(fs, "checkpoints/step-10", manifest.files[0]) == ""
+    assert tier.num_read() == (1, 0)
     other = tier.to_read("checkpoints/step-10", manifest)
     with other.open_input("checkpoints/step-10/shard") as stream:
         stream.seek(7)
@@ -242,6 +243,7 @@ def test_what_is_not_here_is_read_in_storage(tier: LocalTier, shared: Filesystem
     copy_of(tier, attempt(10)).unlink()
     fs = tier.to_read(attempt(10), manifest)
     assert digest_problem(fs, attempt(10), manifest.files[0]) == ""
+    assert tier.num_read() == (0, 1)
     assert tier.drop_damaged(manifest) == []
     assert not tier.leave_out()
 
