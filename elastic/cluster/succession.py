@@ -63,6 +63,7 @@ class Succession:
         self._dead_until_s = 0.0
         self._number = self._num_in_row = 0
         self._best_step = -1
+        self._warned = ""
 
     def stop(self, reason: str, within_s: float | None = None) -> None:
         """Have the run save and stop, within that time if it is told, whichever driver it has."""
@@ -126,19 +127,29 @@ class Succession:
         # Waited for in Python: `ray.shutdown` in another thread leaves who waits in Ray there.
         done: Future[None] = self._driver.run.remote().future()
         awaits_page = self._config.page is not None
+        is_asked = on_status is not None or "archive" in self._config.spec.operational
         while not futures.wait([done], timeout=1.0).done:
             self._check_connection()
             self._sweep()
-            if on_status is not None or awaits_page:
+            if is_asked or awaits_page:
                 # That it has died is told by `done`.
                 with contextlib.suppress(TimeoutError, RayActorError):
                     status = self._driver.status.remote().future().result(timeout=1.0)
                     awaits_page = awaits_page and not _told_of_page(status)
+                    self._warn(status)
                     if on_status is not None:
                         on_status(status)
         done.result()
         outcome: dict[str, Any] = ray.get(self._driver.outcome.remote())
+        self._warn(outcome)
         return outcome
+
+    def _warn(self, status: dict[str, Any]) -> None:
+        """Tells whoever submitted the run what does not end it, once: few see the driver's log."""
+        warning = status.get("warning", "")
+        if warning and warning != self._warned:
+            sys.stderr.write(f"elastic: {warning}\n")
+            self._warned = warning
 
     def _check_connection(self, patience_s: float = 0.0) -> None:
         """Ray connects by itself on its next call, to whatever cluster it finds."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic.cluster import whereabouts
+from elastic.cluster import succession, whereabouts
 from elastic.cluster.claimed_run import ClaimedRun
 from elastic.cluster.driver import Driver
 from elastic.cluster.driver_config import DriverConfig, TakeOver
@@ -115,6 +115,20 @@ def test_an_archive_that_takes_nothing_lets_go_of_the_run(run: ARun, tmp_path: P
     assert issubclass(ArchiveUnusable, NOT_BEGUN), "told in few words"
     before = TakeOver(number=1, cause="it died", noticed_s=0.0, lives=frozenset())
     ClaimedRun(config(run, spec=spec, take_over=before)).close()
+
+
+def test_what_the_archive_did_not_take_is_told_to_whoever_submitted(
+    run: ARun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claimed = ClaimedRun(config(run))
+    assert claimed.told()["warning"] == ""
+    claimed.record(Record(kind="archive_failed", step=40, reason="OSError: full"))
+    waiting = succession.Succession(run.fs, config(run), lambda asked: None)
+    for _ in range(2):
+        waiting._warn(dict(claimed.told()))
+    claimed.close()
+    said = "elastic: the archive did not take the checkpoint of step 40: OSError: full\n"
+    assert capsys.readouterr().err == said, "once"
 
 
 def test_a_driver_that_waits_for_the_lease_has_a_status(run: ARun) -> None:
