@@ -112,8 +112,8 @@ class Archive:
         it takes nothing.
 
         That is only a warning where it may pass, as when a store does not answer, where the ledger
-        `past` tells that the place has taken checkpoints before, and where the run only goes on by
-        itself, `is_again`: then the archiver tries again, and tells.
+        `past` tells that the place has taken checkpoints before, and where a run that was not
+        refused goes on by itself, `is_again`: then the archiver tries again, and tells.
         """
         try:
             self.claim()

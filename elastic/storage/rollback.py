@@ -85,8 +85,14 @@ def steps_above(catalog: Catalog, to_step: int, archive: Archive | None = None) 
     `UnsupportedFormat`.
     """
     complete = catalog.complete_steps()
-    if to_step not in complete and not (archive is not None and archive.has(to_step)):
-        raise RollbackRefused(catalog.fs.url, to_step, _why_not(catalog, to_step, complete))
+    if to_step not in complete:
+        try:
+            is_archived, trouble = archive is not None and archive.has(to_step), ""
+        except Exception as error:  # noqa: BLE001 - storage clients raise classes of their own
+            is_archived, trouble = False, f"; the archive cannot be read: {error}"
+        if not is_archived:
+            why = _why_not(catalog, to_step, complete) + trouble
+            raise RollbackRefused(catalog.fs.url, to_step, why)
     return [step for step in reversed(complete) if step > to_step]
 
 

@@ -326,7 +326,7 @@ class Book:
         if archive is None:
             return None
         try:
-            archive.check(self._past, is_again=self._launcher.restarts > 0)
+            archive.check(self._past)
         except BaseException:
             self._claim.lease.release()
             raise

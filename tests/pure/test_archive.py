@@ -409,6 +409,11 @@ def test_an_archive_that_cannot_be_read_hides_nothing_else(run: Catalog, tmp_pat
     assert result.exit_code == 0
     assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["30", "40"]
     assert "cannot be read" in result.stderr
+    run.quarantine(40, "tried")
+    refused = CliRunner().invoke(main, ["rollback", run.fs.url, "--to", "40"])
+    said = " ".join(refused.stderr.split())
+    assert refused.exit_code == 2
+    assert "step 40: in the quarantine" in said and "the archive cannot be read: " in said
 
 
 def test_a_rollback_brings_back_what_only_the_archive_has(run: Catalog, tmp_path: Path) -> None:
