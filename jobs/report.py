@@ -35,13 +35,8 @@ class Progress:
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._line = self._reason = ""
-        self._warned: set[str] = set()
 
     def __call__(self, status: Mapping[str, Any]) -> None:
-        for warning in status.get("warnings", ()):
-            if warning not in self._warned:
-                self._warned.add(warning)
-                print(f"WARNING   {warning}", flush=True)
         if status["reason"] != self._reason:
             self._reason = status["reason"]
             print(f"          {self._reason}", flush=True)

@@ -29,7 +29,7 @@ from elastic.training.loggers.fan_out import FannedOutMetrics, FanOut
 
 logger = logging.getLogger("elastic")
 
-_WARNED = (AWAITED, PASSED_BY)
+_WARNED = (AWAITED, PASSED_BY, "archive_failed", "storage_short", "local_disk_failed")
 
 
 class ClaimedRun:
@@ -42,7 +42,6 @@ class ClaimedRun:
         self.filesystem = filesystem = Filesystem.at(config.run_url)
         self._rules = config.rules
         self._take_over = config.take_over
-        self._warning = ""
         self._claim = claim(filesystem, config.spec, whereabouts.in_words())
         self.run_id = self._claim.run_file.run_id
         self.epoch = self._claim.lease.epoch
@@ -102,10 +101,6 @@ class ClaimedRun:
             fitting=fitting.fold(past),
         )
 
-    def told(self) -> dict[str, str]:
-        """For whoever submitted it: where its page is, and the newest thing to be warned of."""
-        return {**self.page.where(), "warning": self._warning}
-
     def before_publishing(self) -> None:
         """The last thing before a commit, on the storage thread. Raises `LeaseLost`."""
         self.check_lease()
@@ -119,15 +114,13 @@ class ClaimedRun:
         """Into the ledger; a disk that takes nothing more does not end the run."""
         time_s = time.time()
         record = self._injections.marked(record, time_s)
-        if record.kind == "archive_failed":
-            what = f"the checkpoint of step {record.step}" if record.step >= 0 else "a checkpoint"
-            self._warning = f"the archive did not take {what}: {record.reason}"
         self.cadence.hear(record.kind, record.step, record.data, time_s)
         self._loggers.heard(record.kind, record.step, record.reason, record.data)
         self._ray_metrics.heard(record, time_s)
         if record.kind in _WARNED:
             what = record.kind.replace("_", " ")
-            self._warnings.append(f"{what}, step {record.step}: {record.reason}")
+            at = f", step {record.step}" if record.step >= 0 else ""
+            self._warnings.append(f"{what}{at}: {record.reason}")
         try:
             self._ledger.append(
                 record.kind,

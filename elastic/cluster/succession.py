@@ -63,7 +63,7 @@ class Succession:
         self._dead_until_s = 0.0
         self._number = self._num_in_row = 0
         self._best_step = -1
-        self._warned = ""
+        self._warned: set[str] = set()
 
     def stop(self, reason: str, within_s: float | None = None) -> None:
         """Have the run save and stop, within that time if it is told, whichever driver it has."""
@@ -146,10 +146,10 @@ class Succession:
 
     def _warn(self, status: dict[str, Any]) -> None:
         """Tells whoever submitted the run what does not end it, once: few see the driver's log."""
-        warning = status.get("warning", "")
-        if warning and warning != self._warned:
-            sys.stderr.write(f"elastic: {warning}\n")
-            self._warned = warning
+        for warning in status.get("warnings", ()):
+            if warning not in self._warned:
+                self._warned.add(warning)
+                sys.stderr.write(f"elastic: {warning}\n")
 
     def _check_connection(self, patience_s: float = 0.0) -> None:
         """Ray connects by itself on its next call, to whatever cluster it finds."""
