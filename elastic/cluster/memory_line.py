@@ -22,6 +22,7 @@ from elastic.storage.manifest import FileDigest
 from elastic.training.coordinator import NoSoundCheckpoint
 from elastic.training.membership import Membership
 from elastic.training.node_memory import NotKept, PieceLost, PieceSource
+from elastic.training.node_name import node_name
 
 _ROOM_S = 60.0
 _SEAL_S = 120.0
@@ -78,7 +79,7 @@ class MemoryLine:
             found: str = self._ask("check", needed, beside_bytes * num_ranks, timeout_s=_READ_S)
         except NotKept:
             return ""  # which says nothing about memory
-        return found
+        return found and f"node {node_name(self._member.store_host)}: {found}"
 
     def prepare(self, num_bytes: int) -> None:
         """Asks the keeper of this node, and maps what it gives."""

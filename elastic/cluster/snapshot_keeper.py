@@ -105,8 +105,9 @@ class SnapshotKeeper:
         found = available_bytes()
         if max(0, missing) + beside_bytes <= found:
             return ""
-        saves = f" and saves {beside_bytes} more" if beside_bytes else ""
-        return f"snapshots need {needed_bytes} bytes of memory here{saves}, found {found} available"
+        saves = f", saves {beside_bytes / 1e9:.2f} GB more" if beside_bytes else ""
+        needed = f"snapshots need {needed_bytes / 1e9:.2f} GB of memory"
+        return f"{needed}{saves}, found {found / 1e9:.2f} GB available"
 
     def rooms(
         self, owner: int, generation: int, num_bytes: int

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from elastic.training.node_name import node_name
 from elastic.training.share import share_of
 
 __all__ = [
@@ -34,14 +35,14 @@ _PROBE = 32
 class HostMemoryShort(Exception):
     """A node has no room for the copies of its ranks' state."""
 
-    def __init__(self, node_rank: int, num_ranks: int, needed_bytes: int, found_bytes: int) -> None:
-        super().__init__(node_rank, num_ranks, needed_bytes, found_bytes)
-        self.node_rank, self.num_ranks = node_rank, num_ranks
+    def __init__(self, node: str, num_ranks: int, needed_bytes: int, found_bytes: int) -> None:
+        super().__init__(node, num_ranks, needed_bytes, found_bytes)
+        self.node, self.num_ranks = node, num_ranks
         self.needed_bytes, self.found_bytes = needed_bytes, found_bytes
 
     def __str__(self) -> str:
         return (
-            f"node {self.node_rank} has too little host memory to save from: the copies of the "
+            f"node {self.node} has too little host memory to save from: the copies of the "
             f"state of its {self.num_ranks} ranks take {self.needed_bytes / 1e9:.2f} GB, found "
             f"{self.found_bytes / 1e9:.2f} GB (the least of what the system and the control group "
             "have left). Use fewer ranks on a node, nodes with more memory, or more ranks in all, "
@@ -72,22 +73,26 @@ def growth_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]
 
 
 def check_host_memory(
-    needed_bytes: int, node_rank: int, group: dist.ProcessGroup, found_bytes: int
+    needed_bytes: int, node_rank: int, group: dist.ProcessGroup, found_bytes: int, peer: str = ""
 ) -> None:
     """Every rank of the group calls it, with what it needs beyond what it holds and what it finds.
+
+    `peer` is a host that the others reach, too: a node is named by its address on the way there.
 
     Raises `HostMemoryShort`, on all ranks alike.
     """
     mine = torch.tensor([node_rank, needed_bytes, found_bytes], dtype=torch.int64)
     everyone = [torch.zeros_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
-    nodes: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for node, needed, found in (told.tolist() for told in everyone):
-        nodes[node].append((needed, found))
+    nodes: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for rank, (node, needed, found) in enumerate(told.tolist() for told in everyone):
+        nodes[node].append((rank, needed, found))
     for node, told in sorted(nodes.items()):
-        needed, found = sum(n for n, _ in told), min(f for _, f in told)
-        if needed > found:
-            raise HostMemoryShort(node, len(told), needed, found)
+        needed, found = sum(one[1] for one in told), min(one[2] for one in told)
+        if needed > found:  # which all ranks find alike
+            names: list[Any] = [None] * group.size()
+            dist.all_gather_object(names, node_name(peer), group=group)
+            raise HostMemoryShort(f"{node}, {names[told[0][0]]},", len(told), needed, found)
 
 
 def available_bytes(root: Path = Path("/")) -> int:

@@ -101,9 +101,9 @@ class Saves:
             FusedIntoBackward: on a GPU, an optimizer that steps during the backward pass.
         """
         missing_bytes = self.missing_bytes(state)
-        check_host_memory(
-            missing_bytes, self._member.node_rank, self._groups.control, available_bytes()
-        )
+        member, control = self._member, self._groups.control
+        here = (member.node_rank, control, available_bytes(), member.store_host)
+        check_host_memory(missing_bytes, *here)
         self._saver.reserve(self._saver.held_bytes + missing_bytes)
         self._saver.follow(state.optimizers)
         return state

@@ -6,7 +6,6 @@ looks for them, and wait for checkpoints that never appear. Must not import ray.
 
 from __future__ import annotations
 
-import socket
 import time
 import uuid
 from typing import Any
@@ -17,6 +16,7 @@ from elastic.storage.access import BUCKET_ADVICE, surroundings
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.run_file import RUN_FILE, load_run_file
 from elastic.training.membership import Membership
+from elastic.training.node_name import node_name
 
 VISIBLE_S = 10.0
 """How late a network file system may show the run file to a node."""
@@ -45,7 +45,7 @@ def probe(
     """
     flaw = "" if kept.get(_SEEN) else _look(fs, member.run_id, VISIBLE_S)
     everyone: list[Any] = [None] * member.world_size
-    dist.all_gather_object(everyone, (_node(member.store_host), flaw), group=control)
+    dist.all_gather_object(everyone, (node_name(member.store_host), flaw), group=control)
     if any(flaw for _, flaw in everyone):
         raise StorageNotShared(
             f"the ranks do not all see the run {member.run_id} at {fs.url}: {_by_node(everyone)}. "
@@ -97,15 +97,3 @@ def _by_node(everyone: list[tuple[str, str]]) -> str:
         f"node {node} (rank {', '.join(map(str, numbers))}) {flaw or 'sees it'}"
         for (node, flaw), numbers in ordered
     )
-
-
-def _node(peer: str) -> str:
-    """This machine's name, and its address on the way to `peer`."""
-    name = socket.gethostname()
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-            # Connecting a datagram socket sends nothing; 192.0.2.1 is nobody's.
-            route.connect((peer or "192.0.2.1", 9))
-            return f"{name} [{route.getsockname()[0]}]"
-    except OSError:
-        return name

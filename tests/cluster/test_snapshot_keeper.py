@@ -110,10 +110,10 @@ def test_what_cannot_fit_is_said_with_both_numbers() -> None:
     keeper = SnapshotKeeper()
     assert keeper.check(1 << 20) == ""
     needed = 1 << 50
-    assert keeper.check(needed).startswith(f"snapshots need {needed} bytes of memory here, found ")
+    assert keeper.check(needed).startswith("snapshots need 1125899.91 GB of memory, found ")
     keeper.rooms(OWN, 0, 1 << 20)
     told = keeper.check(1 << 20, needed)  # what it holds already is no room for saves
-    assert f"1048576 bytes of memory here and saves {needed} more, found " in told
+    assert "0.00 GB of memory, saves 1125899.91 GB more, found " in told
 
 
 def test_memory_lies_in_large_pages_where_the_machine_has_them() -> None:
