@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,10 +21,13 @@ from elastic.policy.events import (
 from elastic.storage.metrics import MetricsWriter
 from elastic.training.pacing import Pacing
 
+logger = logging.getLogger("elastic")
+
 Data = Mapping[str, Any]
 
 NO_WORD: Data = {"phase": "", "loss": None, "tokens_per_s": None}
 """What is known of rank 0 before it has spoken."""
+_NO_SNAPSHOTS: Data = {"every": None, "step": None, "kept_s": None, "skipped": 0, "problem": ""}
 
 
 class RankWords:
@@ -55,17 +59,19 @@ class RankWords:
         self._told_of_disks: set[tuple[str, str]] = set()
         self._posted_step = -1
         self._source = ""
-        self._has_snapshots = False
+        self._told_of_snapshots: set[tuple[object, ...]] = set()
         self.resumed_step = -1
         """Where the current generation began; -1 before all its ranks have said so."""
         self.latest: dict[str, Any] = dict(NO_WORD)
-        """Rank 0's phase, loss and speed, for people."""
+        """Rank 0's phase, loss and speed, for people; and of a run with them its `snapshots`: the
+        newest whole one that is kept (`step`, `kept_s` in wall time), how many this driver saw
+        `skipped`, and the `problem` of one that has failed since."""
 
     def begin(self, generation: int, world_size: int) -> None:
         """From now on only this generation is listened to."""
         self._recovery.begin_start()  # what the one before still told is no part of this start
         self._generation, self._world_size = generation, world_size
-        self._restored, self._has_snapshots = set(), False
+        self._restored, self._told_of_snapshots = set(), set()
         self.resumed_step = self._posted_step = -1
         self._standstill.begin(world_size)
 
@@ -88,6 +94,10 @@ class RankWords:
         self._on_restored()
         self._metrics.start(self._generation, self.resumed_step + 1, time.time())
         self._source = data["source"]
+        snapshots = self.latest.get("snapshots")
+        if snapshots and (self._source != "memory" or snapshots["step"] != self.resumed_step):
+            found = self.resumed_step if self._source == "memory" else None
+            self._snapshots_are(step=found, kept_s=None)  # what was not resumed is dropped
         kind = "resumed" if data["resumed"] else "started"
         told: dict[str, object] = {"source": self._source} if self._source else {}
         self._record(
@@ -146,31 +156,51 @@ class RankWords:
     def _on_save_skipped(self, rank: int, data: Data) -> None:
         self._pacing.skipped(self._generation, int(data["step"]), data["since_s"])
 
+    def _on_snapshots_on(self, rank: int, data: Data) -> None:
+        self._snapshots_are(every=int(data["every"]))
+
     def _on_snapshot_kept(self, rank: int, data: Data) -> None:
-        if rank == 0 and not self._has_snapshots:
-            self._has_snapshots = True
-            self._record(
-                Record(
-                    kind="snapshot_kept",
-                    generation=self._generation,
-                    step=int(data["step"]),
-                    reason="the first of this generation: its later ones are not written down",
-                    data={name: data[name] for name in ("bytes", "stall_s", "took_s")},
-                )
-            )
-        self.latest["snapshot_step"] = int(data["step"])
+        """All ranks' parts of it are kept."""
+        step = int(data["step"])
+        self._snapshots_are(step=step, kept_s=time.time(), problem="")
+        self._tell_of_snapshot(
+            "snapshot_kept",
+            step,
+            "the first of this generation: its later ones are not written down, and `elastic "
+            "status` tells the newest",
+            data={name: data[name] for name in ("bytes", "stall_s", "took_s")},
+        )
 
     def _on_snapshot_skipped(self, rank: int, data: Data) -> None:
-        self.latest["snapshots_skipped"] = int(data["skipped"])
+        skipped = self.latest.get("snapshots", _NO_SNAPSHOTS)["skipped"]
+        self._snapshots_are(skipped=skipped + 1)
+        why = f"{data['why']}; the next ones skipped for this are counted in `elastic status` only"
+        self._tell_of_snapshot("snapshot_skipped", int(data["step"]), why)
 
     def _on_snapshot_failed(self, rank: int, data: Data) -> None:
+        self._snapshots_are(problem=data["reason"])
+        self._tell_of_snapshot("snapshot_failed", int(data["step"]), data["reason"], rank=rank)
+
+    def _snapshots_are(self, **now: object) -> None:
+        self.latest["snapshots"] = {**self.latest.get("snapshots", _NO_SNAPSHOTS), **now}
+
+    def _tell_of_snapshot(
+        self, kind: str, step: int, reason: str, *, rank: int = -1, data: Data | None = None
+    ) -> None:
+        """Written down once a generation: at a short interval it would fill the ledger."""
+        if (kind, rank, reason) in self._told_of_snapshots:
+            return
+        self._told_of_snapshots.add((kind, rank, reason))
+        if kind != "snapshot_kept":
+            logger.warning("%s, step %d: %s", kind, step, reason)
         self._record(
             Record(
-                kind="snapshot_failed",
+                kind=kind,
                 generation=self._generation,
                 world_rank=rank,
-                step=int(data["step"]),
-                reason=data["reason"],
+                step=step,
+                reason=reason,
+                data=dict(data or {}),
             )
         )
 

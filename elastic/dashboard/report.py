@@ -40,6 +40,7 @@ def status_facts(status: RunStatus) -> dict[str, str]:
         "loss": UNSAID if status.loss is None else f"{status.loss:.4f}",
         "checkpoint": _checkpoint(status),
         "saves": _saves(status),
+        **_snapshots(status),
         **({} if status.archive is None else {"archive": archive_text(status.archive)}),
         "restarts": _restarts(status),
         "goodput": share_text(status.goodput),
@@ -157,6 +158,25 @@ def _saves(status: RunStatus) -> str:
         return told
     lately = f"{due['skipped_lately']} of the last {due['last']} due"
     return f"{told}; skipped: {lately}, {due['skipped']} of {due['due']} in all"
+
+
+def _snapshots(status: RunStatus) -> dict[str, str]:
+    """No fact of a run that takes none."""
+    found = status.snapshots
+    if found is None:
+        return {}
+    is_over = status.state in TERMINAL
+    if found["step"] is None:
+        newest = "none was kept" if is_over else "none kept yet"
+    elif is_over:
+        newest = f"the last was of step {found['step']}, and is gone with the run"
+    else:
+        when = "" if found["age_s"] is None else f", {age(found['age_s'])} ago"
+        newest = f"the newest is of step {found['step']}{when}"
+    every = "every step" if found["every"] == 1 else f"every {found['every']} steps"
+    skipped = f", {found['skipped']} skipped" if found["skipped"] else ""
+    problem = f"; the last failed: {found['problem']}" if found["problem"] else ""
+    return {"snapshots": f"{every}: {newest}{skipped}{problem}"}
 
 
 def _restarts(status: RunStatus) -> str:

@@ -30,7 +30,7 @@ _COLOURS = {
     "FAILED": "bold red",
     "UNKNOWN": "bold red",
 }
-_FACTS = ("workers", "step", "loss", "checkpoint", "saves", "restarts", "goodput")
+_FACTS = ("workers", "step", "loss", "checkpoint", "saves", "snapshots", "restarts", "goodput")
 _LABEL = 12
 _WIDE = 120
 _FEWEST_ROWS = 2
@@ -81,7 +81,8 @@ def _top(picture: RunPicture, width: int) -> Iterator[Text]:
     yield _line("run", f"{status.name}, {status.storage}")
     yield from _state(status.state, facts["state"], width)
     for name in _FACTS:
-        yield _line(name, facts[name])
+        if name in facts:
+            yield _line(name, facts[name])
     yield _line("tries left", tries_text(picture.tries))
     for told in kept_out_text(status.kept_out, status.storage):
         yield _line("kept out", told, style="yellow")

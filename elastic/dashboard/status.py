@@ -96,6 +96,10 @@ class RunStatus:
     saves_due: dict[str, int]
     """Of all saves that were `due`, how many were `skipped` as the one before was still being
     written; of the `last` of them, how many were `skipped_lately`."""
+    snapshots: dict[str, Any] | None
+    """Of a run that keeps them in memory: `every` so many steps, `step` and `age_s` of the newest
+    that is kept (None without one), how many this driver saw `skipped`, and the `problem` of one
+    that has failed since, or "". None where there are none."""
     restarts: int
     restarts_by_cause: dict[str, int]
     lost_steps: int
@@ -179,6 +183,7 @@ def summarise(
         checkpoint_note=checkpoint_note(events, checkpoint_step),
         save_interval=_save_interval(events),
         saves_due=_saves_due(events),
+        snapshots=_snapshots(events, now_s),
         restarts=sum(restarts.values()),
         restarts_by_cause=restarts,
         lost_steps=sum(_integer(e.data.get("lost_steps")) or 0 for e in _of(events, "recovered")),
@@ -310,6 +315,25 @@ def _saves_due(events: Iterable[LedgerEvent]) -> dict[str, int]:
         "skipped": became.count("checkpoint_skipped"),
         "last": len(lately),
         "skipped_lately": lately.count("checkpoint_skipped"),
+    }
+
+
+def _snapshots(events: Sequence[LedgerEvent], now_s: float) -> dict[str, Any] | None:
+    told: Any = None
+    for event in events:
+        if event.kind == "run_started":
+            told = None  # those of the driver before have gone with it
+        elif event.kind == "progress":
+            told = event.data.get("snapshots", told)
+    if not isinstance(told, dict):
+        return None
+    kept_s = _number(told.get("kept_s"))
+    return {
+        "every": _integer(told.get("every")),
+        "step": _integer(told.get("step")),
+        "age_s": None if kept_s is None else max(0.0, now_s - kept_s),
+        "skipped": _integer(told.get("skipped")) or 0,
+        "problem": _text(told.get("problem")),
     }
 
 

@@ -1,7 +1,7 @@
 """The snapshots of one rank in one generation: a copy of the state in memory every few steps.
 
 The training thread only copies. What follows, digests and the copy on another node, is its node's
-to do, and the next snapshot waits for it: when it is late, one is skipped and counted. All ranks
+to do, and the next snapshot waits for it: when it is late, one is skipped and told. All ranks
 decide alike, since each decision is taken on numbers that were summed over the group.
 """
 
@@ -28,6 +28,9 @@ from elastic.training.saving import STATE, rank_file
 from elastic.training.state import TrackedState
 
 _NICE = 10
+_NO_ROOM = "the memory for it is still being made"
+_LATE = "not all ranks were through with the one before"
+_NOT_WHOLE = "not every rank could keep its part of it: see snapshot_failed"
 
 Tell = Callable[[str, Mapping[str, Any]], None]
 
@@ -59,12 +62,13 @@ class Snapshots:
         self._positions = positions
         self._tell = tell
         self._last: Piece | None = None
+        self._is_judged = True
+        self._kept_told: Mapping[str, Any] = {}
         self._is_ended = True
         self._is_kept = False
         self._has_room = False
         self._unneeded = Unneeded()
         self._problem = ""
-        self._num_skipped = 0
 
     def checked(
         self, state: TrackedState, beside_bytes: Callable[[TrackedState], int]
@@ -83,9 +87,10 @@ class Snapshots:
         problem = self.memory.check(piece_bytes, beside_bytes(state))
         if problem:
             raise SnapshotsDoNotFit(
-                f"{problem}, for pieces of about {piece_bytes} bytes on each rank of this node: "
-                "switch them off (snapshot_every=None), or use nodes with more memory"
+                f"{problem}, for pieces of about {piece_bytes / 1e9:.2f} GB on each rank of this "
+                "node: switch them off (snapshot_every=None), or use nodes with more memory"
             )
+        self._say("snapshots_on", {"every": self._every})
         return state
 
     @property
@@ -108,16 +113,14 @@ class Snapshots:
         """Take one if it is due; `flush` hands on the metrics of the steps until now."""
         if self.memory is None or self._every is None:
             return
-        if agreement.snapshot_is_kept() and self._last is not None:
-            self._unneeded = Unneeded(whole=self._last)
+        self._judge(agreement)
         step = counters["step"]
         is_due = step % self._every == 0
         if not is_due and self._has_room:
             return
         if not agreement.snapshot_is_ended():
             if is_due:
-                self._num_skipped += 1
-                self._say("snapshot_skipped", {"step": step, "skipped": self._num_skipped})
+                self._skip(step, _NO_ROOM if self._last is None else _LATE)
             return
         self._reporter.phase = "snapshot"
         flush()
@@ -126,6 +129,18 @@ class Snapshots:
         except Exception as error:  # noqa: BLE001 - the others go on, and so does this rank
             self._is_kept = False
             self._has_failed(error)
+
+    def _judge(self, agreement: Agreement) -> None:
+        """Whether the last one taken is whole, once all ranks are through with it."""
+        if self._last is None or self._is_judged or not agreement.snapshot_is_ended():
+            return
+        self._is_judged = True
+        if not agreement.snapshot_is_kept():
+            self._skip(self._last.step, _NOT_WHOLE)
+            return
+        self._unneeded = Unneeded(whole=self._last)
+        self._problem = ""
+        self._say("snapshot_kept", self._kept_told)
 
     def _begin(
         self, memory: NodeMemory, state: TrackedState, counters: Mapping[str, int], is_due: bool
@@ -141,10 +156,14 @@ class Snapshots:
         self._has_room = True
         if room is None:
             self._in_background(lambda: memory.prepare(layout.num_bytes))
-        if room is None or not is_due:
+        if not is_due:
+            return
+        self._is_kept = False
+        if room is None:
+            self._skip(counters["step"], _NO_ROOM)
             return
         self._last = made = self._piece(counters["step"])
-        self._is_kept = False
+        self._is_judged = False
         piece.copy(layout, sources, files, room)
         stall_s = time.monotonic() - begun_s
 
@@ -152,10 +171,10 @@ class Snapshots:
             # A history that goes on from here has no gap below it.
             self._reporter.flush()
             memory.seal(made, layout.num_bytes, layout.to_json(), unneeded)
-            self._is_kept = True
             took_s = time.monotonic() - begun_s
             told = {"bytes": layout.num_bytes, "stall_s": stall_s, "took_s": took_s}
-            self._say("snapshot_kept", {"step": made.step, **told})
+            self._kept_told = {"step": made.step, **told}
+            self._is_kept = True
 
         self._in_background(seal)
 
@@ -200,11 +219,16 @@ class Snapshots:
         threading.Thread(target=run, name="elastic-snapshot", daemon=True).start()
 
     def _has_failed(self, error: Exception) -> None:
-        self._is_ended = True
         problem = f"rank {self._member.world_rank}: {type(error).__name__}: {error}"
-        if problem != self._problem:  # the same trouble every few steps is told once
-            self._problem = problem
-            self._tell("snapshot_failed", {"step": self._reporter.step, "reason": problem})
+        try:
+            if problem != self._problem:  # the same trouble every few steps is told once
+                self._problem = problem
+                self._tell("snapshot_failed", {"step": self._reporter.step, "reason": problem})
+        finally:
+            self._is_ended = True
+
+    def _skip(self, step: int, why: str) -> None:
+        self._say("snapshot_skipped", {"step": step, "why": why})
 
     def _say(self, kind: str, data: Mapping[str, Any]) -> None:
         if self._member.world_rank == 0:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import SimpleNamespace
+from typing import Any, BinaryIO, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from elastic.policy.coverage import Unneeded
 from elastic.policy.mesh import TENSOR
 from elastic.policy.saves import SaveInterval
 from elastic.storage.chunk_digests import CHUNK_BYTES, ChunkDigester
@@ -17,7 +21,7 @@ from elastic.storage.manifest import FileDigest
 from elastic.training import jsonable, piece
 from elastic.training.loading import LoadFailed, read_tensors
 from elastic.training.membership import Membership, TrainingConfig
-from elastic.training.node_memory import PieceLost
+from elastic.training.node_memory import NotKept, PieceLost
 from elastic.training.piece import Layout as Pieces
 from elastic.training.process_group import Groups
 from elastic.training.saves import Saves
@@ -218,7 +222,7 @@ class Full:
 
     def check(self, piece_bytes: int, beside_bytes: int) -> str:
         self.asked_bytes = piece_bytes, beside_bytes
-        return "snapshots need 8 bytes of memory here, found 4 available"
+        return "node here: snapshots need 8.00 GB of memory, found 4.00 GB available"
 
 
 def test_snapshots_that_do_not_fit_are_refused_before_the_first_step() -> None:
@@ -228,10 +232,93 @@ def test_snapshots_that_do_not_fit_are_refused_before_the_first_step() -> None:
     found = Snapshots(config=config, memory=memory, member=ALONE, **unused)
     model = torch.nn.Linear(1000, 10, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(SnapshotsDoNotFit, match=r"found 4 available.*snapshot_every=None"):
+    with pytest.raises(SnapshotsDoNotFit, match=r"found 4.00 GB available.*snapshot_every=None"):
         found.checked(TrackedState(model=model, optimizer=optimizer), saves(1.0).missing_bytes)
     # Moments that are not there yet count, and so does what saves are about to take.
     assert memory.asked_bytes == pytest.approx((3 * 40_000, 3 * 40_000), rel=0.1)
+
+
+class InMaking:
+    """Memory that is there once it is wanted to be, and takes or refuses what is put into it."""
+
+    def __init__(self) -> None:
+        self.is_there, self.is_sealed = threading.Event(), threading.Event()
+        self.rooms: list[bytearray] = []
+        self.problem = ""
+
+    def check(self, piece_bytes: int, beside_bytes: int) -> str:
+        return ""
+
+    def prepare(self, num_bytes: int) -> None:
+        self.is_there.wait()
+        self.rooms = [bytearray(num_bytes + 1000) for _ in range(2)]
+
+    def room(self, num_bytes: int, unneeded: Unneeded) -> memoryview | None:
+        fitting = [room for room in self.rooms if len(room) >= num_bytes]
+        return memoryview(fitting[0]) if fitting else None
+
+    def seal(self, *_: object) -> None:
+        self.is_sealed.wait()
+        if self.problem:
+            raise NotKept(self.problem)
+
+
+def test_a_snapshot_that_is_not_made_is_told_with_why() -> None:
+    """What nobody hears of, the operator takes for protection."""
+    memory, told = InMaking(), list[tuple[str, Any]]()
+    unused: dict[str, Any] = {"positions": dict, "reporter": SimpleNamespace(flush=None, step=0)}
+    unused["reporter"].flush = lambda: None
+    found = Snapshots(
+        config=TrainingConfig(run_url="/unused", snapshot_every=2),
+        memory=cast("Any", memory),
+        member=ALONE,
+        groups=cast("Any", SimpleNamespace(shape={TENSOR: 1})),
+        tell=lambda kind, data: told.append((kind, dict(data))),
+        **unused,
+    )
+    grown = torch.nn.ParameterList([torch.zeros(8)])
+    state = found.checked(TrackedState(model=grown), lambda _: 0)
+
+    def boundary(step: int) -> list[tuple[str, Any]]:
+        ended, kept = found.is_ended, found.is_kept
+        agreed = SimpleNamespace(snapshot_is_ended=lambda: ended, snapshot_is_kept=lambda: kept)
+        found.at_boundary(state, {"step": step}, cast("Any", agreed), lambda: None)
+        new = [(kind, data.get("step"), data.get("why", "")) for kind, data in told]
+        told.clear()
+        return new
+
+    def through() -> None:
+        until_s = time.monotonic() + 10.0
+        while not found.is_ended:
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+
+    no_room, late = "the memory for it is still being made", "not all ranks were through"
+    assert told.pop() == ("snapshots_on", {"every": 2})
+    assert boundary(1) == []
+    assert boundary(2) == [("snapshot_skipped", 2, no_room)]
+    memory.is_there.set()
+    through()
+    assert boundary(4) == []
+    ((kind, step, why),) = boundary(6)
+    assert (kind, step) == ("snapshot_skipped", 6) and late in why
+    memory.is_sealed.set()
+    through()
+    assert boundary(7) == [("snapshot_kept", 4, "")]
+    memory.problem = "the other node is gone"
+    memory.is_sealed.clear()
+    assert boundary(8) == []
+    memory.is_sealed.set()
+    through()
+    failed, lost = boundary(9)
+    assert failed[0] == "snapshot_failed" and lost[:2] == ("snapshot_skipped", 8)
+    grown.append(torch.zeros(100_000))  # more than the room that is there
+    memory.is_there.clear()
+    state = TrackedState(model=grown)
+    assert boundary(10) == [("snapshot_skipped", 10, no_room)]
+    assert not found.is_kept, "its other ranks would take their parts for a whole snapshot"
+    memory.is_there.set()
+    through()
 
 
 def saves(every_s: float) -> Saves:

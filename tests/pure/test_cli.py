@@ -172,6 +172,36 @@ def test_status_tells_how_many_saves_were_skipped(run: ARun) -> None:
     assert told in ask("status", run.root).output
 
 
+def test_status_tells_of_snapshots_whether_there_are_any(run: ARun) -> None:
+    """Without a word on them a run looks protected that never kept one."""
+
+    def line(**now: object) -> str:
+        if now:
+            run.event("progress", 2, step=20, data={"snapshots": {"every": 5, **now}})
+        lines = ask("status", run.root).output.splitlines()
+        return next((text[12:] for text in lines if text.startswith("snapshots")), "")
+
+    run.event("run_started", 60)
+    assert "\nsnapshots" not in ask("status", run.root).output
+    assert answer("status", run.root)["snapshots"] is None
+    assert line(step=None, skipped=3, problem="") == "every 5 steps: none kept yet, 3 skipped"
+    assert line(step=15, kept_s=NOW_S - 4).startswith("every 5 steps: the newest is of step 15, ")
+    assert run.status().snapshots == {
+        "every": 5,
+        "step": 15,
+        "age_s": 4.0,
+        "skipped": 0,
+        "problem": "",
+    }
+    assert line(step=15, problem="no room") == (
+        "every 5 steps: the newest is of step 15; the last failed: no room"
+    )
+    run.event("run_stopped", 1)
+    assert line().startswith("every 5 steps: the last was of step 15, and is gone with the run")
+    run.event("run_started", 0)
+    assert run.status().snapshots is None, "they have gone with the driver before"
+
+
 def test_status_reads_well(recovered: ARun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic.cli.time.time", lambda: NOW_S)
     result = ask("status", recovered.root)
