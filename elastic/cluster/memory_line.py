@@ -81,11 +81,10 @@ class MemoryLine:
             return ""  # which says nothing about memory
         return found and f"node {node_name(self._member.store_host)}: {found}"
 
-    def prepare(self, num_bytes: int) -> None:
+    def prepare(self, num_bytes: int, unneeded: Unneeded) -> None:
         """Asks the keeper of this node, and maps what it gives."""
-        rooms = self._ask(
-            "rooms", os.getpid(), self._member.generation, num_bytes, timeout_s=_ROOM_S
-        )
+        asked = (os.getpid(), self._member.generation, num_bytes, unneeded)
+        rooms = self._ask("rooms", *asked, timeout_s=_ROOM_S)
         try:
             self._mapped.only(place for place, _ in rooms)
         except OSError as error:

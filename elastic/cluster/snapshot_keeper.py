@@ -110,14 +110,17 @@ class SnapshotKeeper:
         return f"{needed}{saves}, found {found / 1e9:.2f} GB available"
 
     def rooms(
-        self, owner: int, generation: int, num_bytes: int
+        self, owner: int, generation: int, num_bytes: int, unneeded: Unneeded
     ) -> list[tuple[Place, Piece | None]]:
         """The segments of this worker, each of at least that size unless a piece lies in it.
+
+        What is unneeded gives way: in a smaller group each piece is larger than those before.
 
         Raises `Refused`.
         """
         with self._lock:
             self._check_fence(generation)
+            self._drop(unneeded.has)
             used = [kept for kept in self._kept.values() if kept.owner == owner]
             free = self._free.setdefault(owner, [])
             for segment in [segment for segment in free if segment.num_bytes < num_bytes]:

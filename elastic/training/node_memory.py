@@ -52,8 +52,10 @@ class NodeMemory(Protocol):
         `beside_bytes` is what each rank is about to take besides.
         """
 
-    def prepare(self, num_bytes: int) -> None:
-        """Have room for pieces of that size. Takes its time; off the training thread.
+    def prepare(self, num_bytes: int, unneeded: Unneeded) -> None:
+        """Have room for pieces of that size, in place of unneeded ones that were smaller.
+
+        Takes its time; off the training thread.
 
         Raises `NotKept`.
         """

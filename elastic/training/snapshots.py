@@ -155,7 +155,7 @@ class Snapshots:
         room = memory.room(layout.num_bytes, unneeded)
         self._has_room = True
         if room is None:
-            self._in_background(lambda: memory.prepare(layout.num_bytes))
+            self._in_background(lambda: memory.prepare(layout.num_bytes, unneeded))
         if not is_due:
             return
         self._is_kept = False

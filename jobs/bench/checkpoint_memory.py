@@ -82,7 +82,7 @@ def _keeper(node_id: str) -> Any:
 
 def _put(line: MemoryLine, directory: Path, generation: int, ranks: tuple[int, ...]) -> None:
     blocks = {rank: (directory / f"piece-{rank}").read_bytes() for rank in ranks}
-    line.prepare(max(map(len, blocks.values())))
+    line.prepare(max(map(len, blocks.values())), Unneeded())
     for rank, block in blocks.items():
         room = line.room(len(block), Unneeded())
         assert room is not None

@@ -80,7 +80,7 @@ def test_a_piece_is_copied_to_the_next_node_and_read_from_another_machine(
     made = Piece(generation=0, step=2, world_rank=0, world_size=1)
     data = os.urandom(CHUNK_BYTES + 5000)
     try:
-        line.prepare(len(data))
+        line.prepare(len(data), Unneeded())
         room = line.room(len(data), Unneeded())
         room[: len(data)] = data
         line.seal(made, len(data), b"index", Unneeded())

@@ -37,7 +37,7 @@ def room(
     keeper: SnapshotKeeper, generation: int, num_bytes: int, unneeded: Unneeded
 ) -> Place | None:
     """As a rank chooses among its segments."""
-    rooms = keeper.rooms(OWN, generation, num_bytes)
+    rooms = keeper.rooms(OWN, generation, num_bytes, unneeded)
     assert len(rooms) == SLOTS
     free = [place for place, piece in rooms if piece is None or unneeded.has(piece)]
     return free[0] if free else None
@@ -71,13 +71,26 @@ def test_two_places_are_used_in_turn_and_the_whole_one_is_never_written_to() -> 
     assert room(keeper, 0, 10, Unneeded(whole=piece(12))) is None
 
 
+def test_pieces_that_have_grown_find_room_once_the_smaller_one_is_unneeded() -> None:
+    """As in a group that goes on with fewer ranks, each of which holds more."""
+    keeper = SnapshotKeeper()
+    small, large = 1000, 1_000_000
+    keep(keeper, piece(2), b"a" * small, Unneeded())
+    assert room(keeper, 1, large, Unneeded()) is not None
+    keep(keeper, piece(4, generation=1), b"b" * large, Unneeded())
+    assert keeper.open(1) == [piece(2), piece(4, generation=1)], "it is whole until the next is"
+    unneeded = Unneeded(whole=piece(4, generation=1))
+    keep(keeper, piece(6, generation=1), b"c" * large, unneeded)
+    assert keeper.open(1) == [piece(4, generation=1), piece(6, generation=1)]
+
+
 def test_an_older_generation_can_put_nothing_into_it() -> None:
     keeper = SnapshotKeeper()
     keep(keeper, piece(2), b"x", Unneeded())
     place = room(keeper, 0, 10, Unneeded())  # given, and not yet filled
     assert keeper.open(1) == [piece(2)]
     for attempt in (
-        lambda: keeper.rooms(OWN, 0, 10),
+        lambda: keeper.rooms(OWN, 0, 10, Unneeded()),
         lambda: keeper.seal(OWN, place, piece(4), 1, b"", None, Unneeded()),
         lambda: keeper.begin_copy(piece(4), 10, Unneeded()),
     ):
@@ -111,7 +124,7 @@ def test_what_cannot_fit_is_said_with_both_numbers() -> None:
     assert keeper.check(1 << 20) == ""
     needed = 1 << 50
     assert keeper.check(needed).startswith("snapshots need 1125899.91 GB of memory, found ")
-    keeper.rooms(OWN, 0, 1 << 20)
+    keeper.rooms(OWN, 0, 1 << 20, Unneeded())
     told = keeper.check(1 << 20, needed)  # what it holds already is no room for saves
     assert "0.00 GB of memory, saves 1125899.91 GB more, found " in told
 

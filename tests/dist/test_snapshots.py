@@ -249,7 +249,7 @@ class InMaking:
     def check(self, piece_bytes: int, beside_bytes: int) -> str:
         return ""
 
-    def prepare(self, num_bytes: int) -> None:
+    def prepare(self, num_bytes: int, unneeded: Unneeded) -> None:
         self.is_there.wait()
         self.rooms = [bytearray(num_bytes + 1000) for _ in range(2)]
 
