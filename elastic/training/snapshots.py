@@ -30,7 +30,10 @@ from elastic.training.state import TrackedState
 _NICE = 10
 _NO_ROOM = "the memory for it is still being made"
 _LATE = "not all ranks were through with the one before"
-_NOT_WHOLE = "not every rank could keep its part of it: see snapshot_failed"
+_NOT_WHOLE = (
+    "not every rank has kept its part: its memory was still being made there, or see "
+    "snapshot_failed"
+)
 
 Tell = Callable[[str, Mapping[str, Any]], None]
 
