@@ -99,4 +99,4 @@ def test_a_run_that_has_committed_does_not_begin_again(catalog: Catalog) -> None
     again = ("checkpoint_committed", 30)
     refusal = expected(catalog, again, ("checkpoint_quarantined", 30)).refusal()
     assert refusal.startswith("3 checkpoints were committed, the last at step 30, and none is")
-    assert "(3 in its quarantine" in refusal and "restore them" in refusal
+    assert "(3 in its quarantine" in refusal and "restore their files" in refusal
