@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+# Who starts the tests in the background of a script has them ignore it, and all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine stands still for longer than the 200 ms that an example may take by default; what
 # hangs is found by the limit of each test.

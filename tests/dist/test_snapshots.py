@@ -17,6 +17,7 @@ from elastic.policy.coverage import Unneeded
 from elastic.policy.mesh import TENSOR
 from elastic.policy.saves import SaveInterval
 from elastic.storage.chunk_digests import CHUNK_BYTES, ChunkDigester
+from elastic.storage.filesystem import Filesystem
 from elastic.storage.manifest import FileDigest
 from elastic.training import jsonable, piece
 from elastic.training.loading import LoadFailed, read_tensors
@@ -322,9 +323,10 @@ def test_a_snapshot_that_is_not_made_is_told_with_why() -> None:
 
 
 def saves(every_s: float) -> Saves:
-    unused: dict[str, Any] = dict.fromkeys(("coordinator", "groups", "filesystem", "reporter"))
+    unused: dict[str, Any] = dict.fromkeys(("coordinator", "groups", "reporter"))
     return Saves(
         member=ALONE,
+        filesystem=Filesystem.at("/unused"),
         config=TrainingConfig(run_url="/unused", save=SaveInterval(seconds=every_s)),
         saver=AsyncSaver(),
         positions=dict,
