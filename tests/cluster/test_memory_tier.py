@@ -26,6 +26,7 @@ FLAGS = (
 )
 # Each is taken after a whole step at least, so that the one before may still be in the making.
 MOST_LOST = 2 * EVERY
+NO_ROOM = "memory for it is still being made"
 
 
 @pytest.mark.timeout(180)
@@ -40,10 +41,14 @@ def test_a_death_and_a_lost_node_are_recovered_from_memory(
         judge(job, generation=1)
 
         wait_for_snapshot(job, generation=1)
+        assert job.events("snapshot_rejected", "snapshot_failed") == []
         three_nodes.remove(job.ranks()[0]["node_id"])
         three_nodes.add()
         judge(job, generation=2)
-        assert [e.reason for e in job.events("snapshot_rejected", "snapshot_failed")] == []
+        assert job.events("snapshot_rejected") == []
+        # One may have been on its way to the node when that went, which is told.
+        failed = [event.reason for event in job.events("snapshot_failed")]
+        assert [reason for reason in failed if "Actor" not in reason] == []
     wait_for("the end of all that kept snapshots", lambda: not segments())
 
 
@@ -129,7 +134,10 @@ def judge(job: Job, generation: int) -> None:
     told = [(e.kind, e.generation, e.step, e.reason, e.data) for e in job.events()]
     assert found.data["source"] == "memory", told
     assert found.data["new_world_size"] == found.data["old_world_size"] - 1, told
-    assert found.data["lost_steps"] <= MOST_LOST, told
+    # On a busy machine a copy takes longer than the interval: that is told, and costs more.
+    before = job.events("snapshot_skipped", "snapshot_failed")
+    is_late = any(e.generation == generation - 1 and NO_ROOM not in e.reason for e in before)
+    assert found.data["lost_steps"] <= MOST_LOST * (5 if is_late else 1), told
 
 
 def segments() -> list[Path]:
