@@ -14,7 +14,7 @@ from elastic.policy.events import Record
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.ledger import LedgerEvent
 
-__all__ = ["VISIBLE_S", "committed_steps", "newest_committed", "wait_for", "wait_until_visible"]
+__all__ = ["AWAITED", "VISIBLE_S", "committed_steps", "wait_for"]
 
 logger = logging.getLogger("elastic")
 
@@ -23,11 +23,6 @@ VISIBLE_S = 35.0
 AWAITED = "checkpoint_awaited"
 """The ledger's word for such a wait."""
 _LOOK_AGAIN_S = 0.5
-
-
-def newest_committed(past: Iterable[LedgerEvent]) -> int | None:
-    """The highest of `committed_steps`; None if there is none."""
-    return max(committed_steps(past), default=None)
 
 
 def committed_steps(past: Iterable[LedgerEvent]) -> set[int]:
@@ -41,17 +36,6 @@ def committed_steps(past: Iterable[LedgerEvent]) -> set[int]:
         elif event.kind == "rolled_back":
             there = {step for step in there if step <= event.step}
     return there
-
-
-def wait_until_visible(
-    catalog: Catalog,
-    past: Iterable[LedgerEvent],
-    *,
-    visible_s: float | None = None,
-    sleep: Callable[[float], None] = time.sleep,
-) -> bool:
-    """As `wait_for`, of the newest checkpoint that was committed."""
-    return wait_for(catalog, newest_committed(past), visible_s=visible_s, sleep=sleep)
 
 
 def wait_for(

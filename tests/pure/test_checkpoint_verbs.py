@@ -309,7 +309,7 @@ def test_what_was_set_aside_last_comes_back(any_catalog: Catalog) -> None:
     assert left == ["checkpoints/quarantine/step-40-0"]
     (event,) = read_ledger(any_catalog.fs)
     assert (event.kind, event.step, event.reason) == ("checkpoint_restored", 40, "why not")
-    assert late_visibility.newest_committed([event]) == 40
+    assert late_visibility.committed_steps([event]) == {40}
     with pytest.raises(ReadmissionRefused, match="a complete one is at checkpoints/step-40"):
         readmit(any_catalog, ledger, 40, "again", time_s=BORN_S)
 

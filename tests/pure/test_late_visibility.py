@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from elastic.policy.events import Record
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Entry, Filesystem
-from elastic.storage.late_visibility import newest_committed, wait_for, wait_until_visible
+from elastic.storage.late_visibility import committed_steps, wait_for
 from elastic.storage.ledger import LedgerEvent, LedgerWriter, read_ledger
 from elastic.storage.rollback import roll_back
 from tests.made_run import add_checkpoint, make_run
@@ -25,6 +26,15 @@ def told(*events: tuple[str, int]) -> list[LedgerEvent]:
 
 def committed(*steps: int) -> list[LedgerEvent]:
     return told(*(("checkpoint_committed", step) for step in steps))
+
+
+def newest_committed(past: Iterable[LedgerEvent]) -> int | None:
+    return max(committed_steps(past), default=None)
+
+
+def wait_until_visible(catalog: Catalog, past: Iterable[LedgerEvent], **options: Any) -> bool:
+    """As a driver does that has read this."""
+    return wait_for(catalog, newest_committed(past), **options)
 
 
 def test_what_was_taken_away_is_not_expected() -> None:
