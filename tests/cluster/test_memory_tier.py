@@ -29,6 +29,7 @@ MOST_LOST = 2 * EVERY
 NO_ROOM = "memory for it is still being made"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_a_death_and_a_lost_node_are_recovered_from_memory(
     three_nodes: LocalCluster, tmp_path: Path
