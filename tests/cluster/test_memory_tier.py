@@ -24,17 +24,17 @@ FLAGS = (
     *("--sequence-length", "64", "--save-every", "1000000steps", "--grow-interval", "600"),
     *("--num-workers", "1:3", "--snapshot-every", str(EVERY), "--quiet"),
 )
-# Each is taken after a whole step at least, so that the one before may still be in the making.
+# The newest may still be on its way, and the workers of a node that goes may outlive its keeper.
 MOST_LOST = 2 * EVERY
-NO_ROOM = "memory for it is still being made"
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_a_death_and_a_lost_node_are_recovered_from_memory(
     three_nodes: LocalCluster, tmp_path: Path
 ) -> None:
-    with Job(three_nodes, tmp_path, "run", *FLAGS) as job:
+    pace = tmp_path / "pace"  # steps long enough that a copy ends within one
+    pace.touch()
+    with Job(three_nodes, tmp_path, "run", *FLAGS, pace=pace) as job:
         wait_for_snapshot(job, generation=0)
         # Whoever looks for a checkpoint from now on finds none, and the run would fail.
         Path(job.url, "checkpoints").rename(tmp_path / "away")
@@ -135,10 +135,7 @@ def judge(job: Job, generation: int) -> None:
     told = [(e.kind, e.generation, e.step, e.reason, e.data) for e in job.events()]
     assert found.data["source"] == "memory", told
     assert found.data["new_world_size"] == found.data["old_world_size"] - 1, told
-    # On a busy machine a copy takes longer than the interval: that is told, and costs more.
-    before = job.events("snapshot_skipped", "snapshot_failed")
-    is_late = any(e.generation == generation - 1 and NO_ROOM not in e.reason for e in before)
-    assert found.data["lost_steps"] <= MOST_LOST * (5 if is_late else 1), told
+    assert found.data["lost_steps"] <= MOST_LOST, told
 
 
 def segments() -> list[Path]:
