@@ -127,18 +127,16 @@ class Succession:
         # Waited for in Python: `ray.shutdown` in another thread leaves who waits in Ray there.
         done: Future[None] = self._driver.run.remote().future()
         awaits_page = self._config.page is not None
-        is_asked = on_status is not None or "archive" in self._config.spec.operational
         while not futures.wait([done], timeout=1.0).done:
             self._check_connection()
             self._sweep()
-            if is_asked or awaits_page:
-                # That it has died is told by `done`.
-                with contextlib.suppress(TimeoutError, RayActorError):
-                    status = self._driver.status.remote().future().result(timeout=1.0)
-                    awaits_page = awaits_page and not _told_of_page(status)
-                    self._warn(status)
-                    if on_status is not None:
-                        on_status(status)
+            # That it has died is told by `done`.
+            with contextlib.suppress(TimeoutError, RayActorError):
+                status = self._driver.status.remote().future().result(timeout=1.0)
+                awaits_page = awaits_page and not _told_of_page(status)
+                self._warn(status)
+                if on_status is not None:
+                    on_status(status)
         done.result()
         outcome: dict[str, Any] = ray.get(self._driver.outcome.remote())
         self._warn(outcome)
