@@ -98,14 +98,22 @@ class Story:
         facts["counted"] = as_recorded(failure, self.saved_step)
         self.tell("failure_decided", step=self.step, world_rank=rank, reason=reason, data=facts)
 
-    def go_on(self, size: int, from_step: int, reason: str, nodes: list[str] | None = None) -> None:
+    def go_on(
+        self,
+        size: int,
+        from_step: int,
+        reason: str,
+        nodes: list[str] | None = None,
+        *,
+        source: str = "storage",
+    ) -> None:
         """The next group stands, holds the state of `from_step`, and makes its first new step."""
         old, lost = self.size, self.step - from_step
         self.stand(size, nodes)
         self.tell("resumed", 1.0, step=from_step)
         self.step = from_step
         facts = {"lost_steps": lost, "old_world_size": old, "new_world_size": size}
-        facts["phases_s"] = PHASES_S
+        facts |= {"phases_s": PHASES_S, "source": source}
         self.tell("recovered", 1.5, step=from_step + 1, reason=reason, data=facts)
 
 

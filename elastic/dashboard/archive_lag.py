@@ -23,8 +23,9 @@ class ArchiveLag:
     """The last that was taken there; None where none was."""
     missing_steps: list[int]
     """Those that were committed and are not there yet, ascending."""
-    failing_for_s: float | None
-    """Since the first failure of those that were not made good; None where there is none."""
+    failing_since_s: float | None
+    """The first failure of those that were not made good, a time of day; None where there is
+    none."""
     why: str
     """The newest failure in its own words, "" where there is none."""
 
@@ -59,9 +60,9 @@ class _Fold:
 
 
 def archive_lag(
-    operational: Mapping[str, object], events: Iterable[LedgerEvent], now_s: float
+    operational: Mapping[str, object], events: Iterable[LedgerEvent]
 ) -> ArchiveLag | None:
-    """What these events, in ledger order, tell at the wall time `now_s`; None without an archive.
+    """What these events, in ledger order, tell; None without an archive.
 
     Contacts no archive. What `elastic checkpoints prune` removes is in no ledger, and counted on.
     """
@@ -71,26 +72,25 @@ def archive_lag(
     fold = _Fold()
     for event in events:
         fold.hear(event, url, every)
-    since_s = min((since_s for since_s, _ in fold.failed.values()), default=None)
     return ArchiveLag(
         url=url,
         newest_step=fold.newest_step,
         missing_steps=sorted(fold.missing),
-        failing_for_s=None if since_s is None else max(0.0, now_s - since_s),
+        failing_since_s=min((since_s for since_s, _ in fold.failed.values()), default=None),
         why=next((why for _, why in reversed(fold.failed.values())), ""),
     )
 
 
-def archive_text(lag: ArchiveLag) -> str:
-    """One line of it; not yet fit for a terminal."""
+def archive_text(lag: ArchiveLag, failing_for_s: float | None) -> str:
+    """One line of it, `failing_for_s` after the first failure; not yet fit for a terminal."""
     newest = "nothing taken yet" if lag.newest_step is None else f"up to step {lag.newest_step}"
-    if lag.failing_for_s is None:
+    if failing_for_s is None:
         return f"{lag.url}, {newest}"
     steps = lag.missing_steps
     more = ", ..." if len(steps) > _MOST_STEPS else ""
     which = f" (steps {', '.join(map(str, steps[:_MOST_STEPS]))}{more})" if steps else ""
     number = "1 checkpoint" if len(steps) == 1 else f"{len(steps)} checkpoints"
     return (
-        f"LAGS by {number}{which}, fails for {age(lag.failing_for_s)}: "
+        f"LAGS by {number}{which}, fails for {age(failing_for_s)}: "
         f"{lag.why[:_MOST_WORDS]}; {lag.url}, {newest}"
     )

@@ -127,7 +127,9 @@ def next_steps(one: Restart, run: str) -> list[str]:
     return steps
 
 
-RESTART_HEADER = ("N", "WHEN (UTC)", "AGO", "CAUSE", "STEP", "LOST", "SECONDS", "WORKERS", "REASON")
+RESTART_HEADER = (
+    *("N", "WHEN (UTC)", "AGO", "CAUSE", "STEP", "LOST", "FROM", "SECONDS", "WORKERS", "REASON"),
+)
 RESTART_RIGHT = "N AGO STEP LOST SECONDS"
 
 
@@ -140,6 +142,7 @@ def restart_row(one: Restart, now_s: float) -> list[str]:
         _causes(one),
         _or_dash(one.step),
         _or_dash(one.lost_steps),
+        one.source or UNSAID,
         UNSAID if one.took_s is None else _seconds(one.took_s),
         _sizes(one),
         _brief(one.reason, _REASON_CHARS)

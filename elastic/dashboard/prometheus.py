@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from elastic.dashboard.restarts import UNKNOWN
 from elastic.dashboard.run_picture import Readers, RunPicture, Unreadable
+from elastic.dashboard.status import TERMINAL, RunStatus
 from elastic.policy.causes import Cause
 from elastic.policy.goodput import BUCKETS
 
@@ -85,6 +86,13 @@ _FAMILIES: tuple[tuple[str, type[Metric], str, tuple[str, ...]], ...] = (
         (),
     ),
     ("elastic_checkpoint_step", GaugeMetricFamily, "Step of the newest complete checkpoint.", ()),
+    (
+        "elastic_snapshot_age_seconds",
+        GaugeMetricFamily,
+        "Since the newest snapshot in memory was kept by every rank.",
+        (),
+    ),
+    ("elastic_snapshot_step", GaugeMetricFamily, "Step of the newest snapshot in memory.", ()),
     (
         "elastic_checkpoints_committed_total",
         CounterMetricFamily,
@@ -228,12 +236,19 @@ def _saves(run: RunPicture) -> Iterator[Sample]:
     interval = status.save_interval or {}
     yield "elastic_checkpoint_age_seconds", {}, status.checkpoint_age_s
     yield "elastic_checkpoint_step", {}, status.checkpoint_step
+    yield from _snapshots(status)
     yield "elastic_checkpoints_committed_total", {}, saves.committed
     yield "elastic_checkpoints_failed_total", {}, saves.failed
     yield "elastic_checkpoints_quarantined_total", {}, saves.quarantined
     yield "elastic_save_stall_seconds_total", {}, saves.stall_s
     yield "elastic_save_interval_seconds", {}, _number(interval.get("seconds"))
     yield "elastic_save_interval_steps", {}, _number(interval.get("steps"))
+
+
+def _snapshots(status: RunStatus) -> Iterator[Sample]:
+    if status.snapshots is not None and status.state not in TERMINAL:
+        yield "elastic_snapshot_age_seconds", {}, status.snapshot_age_s
+        yield "elastic_snapshot_step", {}, status.snapshots["step"]
 
 
 def _known(pairs: Iterable[tuple[str, float]], names: Sequence[str]) -> dict[str, float]:

@@ -41,7 +41,7 @@ def status_facts(status: RunStatus) -> dict[str, str]:
         "checkpoint": _checkpoint(status),
         "saves": _saves(status),
         **_snapshots(status),
-        **({} if status.archive is None else {"archive": archive_text(status.archive)}),
+        **_archive(status),
         "restarts": _restarts(status),
         "goodput": share_text(status.goodput),
         "storage": status.storage,
@@ -171,7 +171,7 @@ def _snapshots(status: RunStatus) -> dict[str, str]:
     elif is_over:
         newest = f"the last was of step {found['step']}, and is gone with the run"
     else:
-        when = "" if found["age_s"] is None else f", {age(found['age_s'])} ago"
+        when = "" if status.snapshot_age_s is None else f", {age(status.snapshot_age_s)} ago"
         newest = f"the newest is of step {found['step']}{when}"
     every = "every step" if found["every"] == 1 else f"every {found['every']} steps"
     skipped = f", {found['skipped']} skipped" if found["skipped"] else ""
@@ -179,12 +179,20 @@ def _snapshots(status: RunStatus) -> dict[str, str]:
     return {"snapshots": f"{every}: {newest}{skipped}{problem}"}
 
 
+def _archive(status: RunStatus) -> dict[str, str]:
+    if status.archive is None:
+        return {}
+    return {"archive": archive_text(status.archive, status.archive_failing_for_s)}
+
+
 def _restarts(status: RunStatus) -> str:
     causes = ", ".join(f"{cause} {count}" for cause, count in status.restarts_by_cause.items())
     again = status.submissions - 1
     parts = [
         f"{status.restarts}" + (f" ({causes})" if causes else ""),
-        f"{status.lost_steps} steps lost" if status.restarts else "",
+        f"{status.lost_steps} step{'' if status.lost_steps == 1 else 's'} lost"
+        if status.restarts
+        else "",
         f"submitted again {again}x" if again > 0 else "",
     ]
     return ", ".join(filter(None, parts))

@@ -44,6 +44,7 @@ _COURSE = _STANDS | {
 }
 # A whole number beyond this may not fit into a float.
 _MOST = 1e300
+_SOURCES = ("memory", "storage")
 # What a word takes back of what was told before it.
 _TAKES_BACK = {"stall_passed": "stall_seen", "growth_failed": "growth_planned"}
 
@@ -70,6 +71,8 @@ class Restart:
     """Where the run stood."""
     lost_steps: int | None
     """Finished steps that were done again."""
+    source: str
+    """Where the state of the new group came from, memory or storage; "" where that is not told."""
     took_s: float | None
     """From the detection to the end of the first new step."""
     old_world_size: int | None
@@ -252,6 +255,7 @@ class _Fold:
                 world_rank=_or_none(decided[-1].world_rank) if decided else None,
                 step=now.step,
                 lost_steps=whole(data.get("lost_steps")),
+                source=_source(events),
                 took_s=_took_s(phases_s, now.opener, last, outcome),
                 old_world_size=_first(data.get("old_world_size"), *sizes[: len(decided)])
                 or now.world_size,
@@ -369,6 +373,11 @@ def _reason(events: Sequence[LedgerEvent], last: LedgerEvent | None) -> str:
         return last.reason
     openers = (event.reason for event in reversed(events) if event.kind in _OPENERS)
     return next(filter(None, openers), "")
+
+
+def _source(events: Sequence[LedgerEvent]) -> str:
+    told = (words(event.data.get("source")) for event in reversed(events))
+    return next((source for source in told if source in _SOURCES), "")
 
 
 def _stacks(events: Iterable[LedgerEvent]) -> str:

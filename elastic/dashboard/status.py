@@ -28,6 +28,8 @@ STALE_AFTER_S = 30.0
 """A driver that lives says something far more often than this."""
 
 TERMINAL = frozenset({"FINISHED", "FAILED", "STOPPED"})
+AGES = frozenset({"last_word_age_s", "checkpoint_age_s", "snapshot_age_s", "archive_failing_for_s"})
+"""The fields of a status that are others at each look, though nothing has happened."""
 
 _SAVES_DUE = ("checkpoint_committed", "checkpoint_failed", "checkpoint_skipped")
 _LATELY = 20
@@ -97,9 +99,10 @@ class RunStatus:
     """Of all saves that were `due`, how many were `skipped` as the one before was still being
     written; of the `last` of them, how many were `skipped_lately`."""
     snapshots: dict[str, Any] | None
-    """Of a run that keeps them in memory: `every` so many steps, `step` and `age_s` of the newest
-    that is kept (None without one), how many this driver saw `skipped`, and the `problem` of one
-    that has failed since, or "". None where there are none."""
+    """Of a run that keeps them in memory: `every` so many steps, `step` and `kept_s`, a time of
+    day, of the newest that is kept (None without one), how many this driver saw `skipped`, and the
+    `problem` of one that has failed since, or "". None where there are none."""
+    snapshot_age_s: float | None
     restarts: int
     restarts_by_cause: dict[str, int]
     lost_steps: int
@@ -119,6 +122,7 @@ class RunStatus:
     """Where the time of its slots went; None where the metrics are damaged."""
     archive: ArchiveLag | None
     """How far its archive has come; None where it has none."""
+    archive_failing_for_s: float | None
 
 
 def read_status(fs: Filesystem, run_file: RunFile, *, now_s: float) -> RunStatus:
@@ -165,6 +169,8 @@ def summarise(
     is_over = state in TERMINAL or state == "UNKNOWN"
     page_url = None if is_over else _text(_last_data(events, "run_started").get("page_url")) or None
     checkpoint_step = checkpoint.step if checkpoint is not None else None
+    snapshots = _snapshots(events)
+    archive = archive_lag(run_file.operational, events)
     return RunStatus(
         name=run_file.name,
         run_id=run_file.run_id,
@@ -179,11 +185,12 @@ def summarise(
         loss=_number(progress.get("loss")),
         tokens_per_s=_number(progress.get("tokens_per_s")),
         checkpoint_step=checkpoint_step,
-        checkpoint_age_s=_checkpoint_age_s(events, checkpoint_step, now_s),
+        checkpoint_age_s=_age_s(_committed_s(events, checkpoint_step), now_s),
         checkpoint_note=checkpoint_note(events, checkpoint_step),
         save_interval=_save_interval(events),
         saves_due=_saves_due(events),
-        snapshots=_snapshots(events, now_s),
+        snapshots=snapshots,
+        snapshot_age_s=None if snapshots is None else _age_s(snapshots["kept_s"], now_s),
         restarts=sum(restarts.values()),
         restarts_by_cause=restarts,
         lost_steps=sum(_integer(e.data.get("lost_steps")) or 0 for e in _of(events, "recovered")),
@@ -196,7 +203,8 @@ def summarise(
         kept_out=nodes_kept_out(events, now_s),
         last_lines=last_lines_of_failure(events),
         goodput=None,
-        archive=archive_lag(run_file.operational, events, now_s),
+        archive=archive,
+        archive_failing_for_s=None if archive is None else _age_s(archive.failing_since_s, now_s),
     )
 
 
@@ -292,11 +300,13 @@ def _until(run_file: RunFile, events: Sequence[LedgerEvent]) -> int | str | None
     return next((value for value in found if isinstance(value, int | str)), None)
 
 
-def _checkpoint_age_s(
-    events: Sequence[LedgerEvent], step: int | None, now_s: float
-) -> float | None:
+def _committed_s(events: Sequence[LedgerEvent], step: int | None) -> float | None:
     times = [e.time_s for e in _of(events, "checkpoint_committed") if e.step == step]
-    return max(0.0, now_s - times[-1]) if times else None
+    return times[-1] if times else None
+
+
+def _age_s(time_s: float | None, now_s: float) -> float | None:
+    return None if time_s is None else max(0.0, now_s - time_s)
 
 
 def _save_interval(events: Sequence[LedgerEvent]) -> dict[str, Any] | None:
@@ -318,7 +328,7 @@ def _saves_due(events: Iterable[LedgerEvent]) -> dict[str, int]:
     }
 
 
-def _snapshots(events: Sequence[LedgerEvent], now_s: float) -> dict[str, Any] | None:
+def _snapshots(events: Sequence[LedgerEvent]) -> dict[str, Any] | None:
     told: Any = None
     for event in events:
         if event.kind == "run_started":
@@ -327,11 +337,10 @@ def _snapshots(events: Sequence[LedgerEvent], now_s: float) -> dict[str, Any] | 
             told = event.data.get("snapshots", told)
     if not isinstance(told, dict):
         return None
-    kept_s = _number(told.get("kept_s"))
     return {
         "every": _integer(told.get("every")),
         "step": _integer(told.get("step")),
-        "age_s": None if kept_s is None else max(0.0, now_s - kept_s),
+        "kept_s": _number(told.get("kept_s")),
         "skipped": _integer(told.get("skipped")) or 0,
         "problem": _text(told.get("problem")),
     }

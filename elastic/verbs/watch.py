@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from elastic.dashboard.run_picture import RunPicture, RunReader
-from elastic.dashboard.status import TERMINAL
+from elastic.dashboard.status import AGES, TERMINAL
 from elastic.dashboard.text import finite
 from elastic.policy.goodput import Goodput
 from elastic.storage.filesystem import Filesystem
@@ -31,7 +31,7 @@ _MOST_SHARE = 4.0
 _PIPED_WIDTH = 120
 _NOTE = "q quits; elastic explain RUN tells each restart as a story, elastic goodput RUN the rest"
 # What is another one at each look.
-_VOLATILE = frozenset({"checkpoint_age_s", "last_word_age_s", "goodput"})
+_VOLATILE = AGES | {"goodput"}
 
 
 @click.command(short_help="How it stands, live.")

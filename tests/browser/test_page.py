@@ -89,6 +89,24 @@ def test_an_event_is_seen_within_a_second_and_nothing_is_loaded_anew(
     now.ledger.close()
 
 
+def test_snapshots_and_where_a_group_resumed_from_are_seen(
+    tmp_path: Path, served: PageServer, page: Page
+) -> None:
+    now = Story(tmp_path / "run", "run", born_s=time.time() - 60)
+    now.begin(2)
+    now.train(3, each_s=0.1)
+    snapshots = {"every": 2, "step": 2, "kept_s": now.time_s, "skipped": 4, "problem": ""}
+    now.tell("progress", step=3, data={"state": "RUNNING", "snapshots": snapshots})
+    now.decide("worker_killed", 1, "SIGKILL")
+    now.go_on(1, 2, "SIGKILL", source="memory")
+    open_run(page, served, "run")
+    fact = page.locator("#state .fact", has_text="Snapshot")
+    expect(fact).to_contain_text("step 2")
+    expect(fact).to_contain_text("ago, 4 skipped")
+    expect(page.locator("#restarts tbody tr")).to_contain_text("memory")
+    now.ledger.close()
+
+
 def test_what_a_run_recorded_stays_text(tmp_path: Path, served: PageServer, page: Page) -> None:
     """B92: run name, exception text, log line and node label with markup."""
     now = Story(tmp_path / "nasty", NASTY)

@@ -189,10 +189,11 @@ def test_status_tells_of_snapshots_whether_there_are_any(run: ARun) -> None:
     assert run.status().snapshots == {
         "every": 5,
         "step": 15,
-        "age_s": 4.0,
+        "kept_s": NOW_S - 4,
         "skipped": 0,
         "problem": "",
     }
+    assert run.status().snapshot_age_s == 4.0
     assert line(step=15, problem="no room") == (
         "every 5 steps: the newest is of step 15; the last failed: no room"
     )

@@ -133,13 +133,13 @@ def at_night(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table_tells_each_restart_and_what_all_cost(tmp_path: Path) -> None:
     first, second = killed(), grown()
-    first[-1] = replace(first[-1], reason="the 1st")
+    first[-1] = replace(first[-1], reason="the 1st", data={**first[-1].data, "source": "memory"})
     second[-1] = replace(second[-1], reason="growing")
     root = write(tmp_path / "demo", [*begun(), *first, *second])
     assert said(root).splitlines() == [
-        "N  WHEN (UTC)           AGO  CAUSE          STEP  LOST  SECONDS  WORKERS  REASON",
-        "1  2027-01-15 08:00:20  2 h  worker_killed    33     3      3.0  3 -> 2   the 1st",
-        "2  2027-01-15 08:01:10  2 h  growth           87     0      2.0  2 -> 3   growing",
+        "N  WHEN (UTC)           AGO  CAUSE          STEP  LOST  FROM    SECONDS  WORKERS  REASON",
+        "1  2027-01-15 08:00:20  2 h  worker_killed    33     3  memory      3.0  3 -> 2   the 1st",
+        "2  2027-01-15 08:01:10  2 h  growth           87     0  -           2.0  2 -> 3   growing",
         "",
         "by cause    growth 1, worker_killed 1",
         "lost        3 steps done again, and 5.0 s without a step",

@@ -12,6 +12,8 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,15 @@ from elastic.dashboard.page.run_document import RunPage
 from elastic.dashboard.page.server import PageServer
 from elastic.dashboard.restarts import restarts_of, totals
 from elastic.dashboard.run_list import list_runs
+from elastic.dashboard.run_picture import RunReader
+from elastic.dashboard.status import AGES
 from elastic.dashboard.tries_left import tries_left
+from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
-from elastic.storage.ledger import read_ledger
+from elastic.storage.ledger import LedgerWriter, read_ledger
+from elastic.storage.run_file import create_run_file
 from tests.eventful_run import CAUSES, HANG_STACKS, Story, eventful_run, long_run
-from tests.made_run import fingerprint
+from tests.made_run import BORN_S, add_checkpoint, fingerprint
 
 STATIC = Path(__file__).resolve().parents[2] / "elastic" / "dashboard" / "static"
 NASTY = "<img src=x onerror=alert(1)></script>\"'"
@@ -122,6 +128,38 @@ def test_a_replayed_step_has_one_current_row_with_its_newest_value(tmp_path: Pat
     assert (restart["lost_steps"], restart["causes"]) == (2, ["worker_killed"])
     assert (restart["old_world_size"], restart["new_world_size"]) == (2, 1)
     assert restart["time_s"] > 0
+
+
+def test_the_document_changes_with_its_run_only(tmp_path: Path) -> None:
+    """An age in it would have every open page draw itself anew at each look, and `elastic watch
+    --json` print a line for it."""
+    fs = Filesystem.at(str(tmp_path / "run"))
+    run_file = create_run_file(
+        fs,
+        name="run",
+        created_s=BORN_S,
+        seed=0,
+        config={},
+        identity={},
+        operational={"archive": f"{tmp_path}/cold", "keep_every": 1},
+        versions={},
+    )
+    snapshots = {"every": 2, "step": 6, "kept_s": BORN_S + 2, "skipped": 0, "problem": ""}
+    add_checkpoint(Catalog(fs, run_file.run_id), 4)
+    with closing(LedgerWriter(fs, 0, "life0")) as ledger:
+        ledger.append("run_started", time_s=BORN_S)
+        ledger.append("checkpoint_committed", step=4, time_s=BORN_S + 1)
+        ledger.append("archive_failed", step=4, time_s=BORN_S + 1, reason="full")
+        progress = {"snapshots": snapshots, "state": "RUNNING"}
+        ledger.append("progress", step=7, time_s=BORN_S + 3, data=progress)
+    page = RunPage(fs, "run")
+    early, late = page.document(BORN_S + 4), page.document(BORN_S + 7)
+    assert early == late
+    assert early["status"]["snapshots"] == snapshots
+    pictures = [RunReader(fs).picture(run_file, now_s=BORN_S + after) for after in (4, 7)]
+    told = [asdict(one.status) for one in pictures]
+    assert {name for name in told[0] if told[0][name] != told[1][name]} == AGES
+    assert early["status"]["archive"]["failing_since_s"] == BORN_S + 1
 
 
 def test_lanes_tell_of_each_node_what_happened_on_it(server: PageServer) -> None:

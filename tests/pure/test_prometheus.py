@@ -28,6 +28,7 @@ HERE = Path(prometheus.__file__).parent
 DASHBOARD = HERE / "grafana" / "elastic.json"
 RULES = HERE / "alerts" / "elastic.yaml"
 PHASES_S = {"diagnose": 0.5, "connect": 0.25, "load": 1.0, "first_step": 0.25}
+SNAPSHOTS = {"every": 2, "step": 18, "kept_s": NOW_S - 9.0, "skipped": 1, "problem": ""}
 METRIC = re.compile(r"\belastic_[a-z_]+")
 
 needs_promtool = pytest.mark.skipif(
@@ -89,6 +90,10 @@ def told(root: Path, now_s: float = NOW_S) -> Samples:
     return samples(metrics_text(Readers(Filesystem.at(str(root))), now_s))
 
 
+def text(root: Path) -> str:
+    return metrics_text(Readers(Filesystem.at(str(root))), NOW_S).decode()
+
+
 def of_demo(found: Samples, name: str, **labels: str) -> float:
     return found[name, frozenset({"run": "demo", **labels}.items())]
 
@@ -103,6 +108,17 @@ def test_b88_a_restart_is_told_once_with_its_cause_and_its_lost_steps(run: ARun)
     restarts = [value for (name, _), value in found.items() if name == "elastic_restarts_total"]
     assert sum(restarts) == 1
     assert of_demo(found, "elastic_lost_steps_total") == 2
+
+
+def test_snapshots_are_told_of_a_run_that_keeps_them(run: ARun) -> None:
+    run.event("run_started", 60)
+    assert "elastic_snapshot_step{" not in text(run.root.parent)
+    run.event("progress", 8, step=20, data={"snapshots": SNAPSHOTS})
+    found = told(run.root.parent)
+    assert of_demo(found, "elastic_snapshot_age_seconds") == 9
+    assert of_demo(found, "elastic_snapshot_step") == 18
+    run.event("run_finished", 0)
+    assert "elastic_snapshot_step{" not in text(run.root.parent), "gone with the run"
 
 
 def test_each_figure_is_the_ledgers(run: ARun) -> None:
@@ -276,6 +292,8 @@ def test_every_metric_that_is_asked_for_is_one_we_tell(run: ARun) -> None:
     killed_at_12(run)
     run.event("save_interval", 1, reason="every 20 steps: ...", data={"steps": 20})
     run.event("save_interval", 1, reason="every 20 s: ...", data={"seconds": 20, "steps": 20})
+    progress = {"snapshots": SNAPSHOTS, "loss": 2.0, "tokens_per_s": 640.0}
+    run.event("progress", 1, step=20, data=progress)
     assert {name for name, _ in told(run.root.parent)} == NAMES
 
 

@@ -16,7 +16,7 @@ from elastic.dashboard.page import lanes, saves, series
 from elastic.dashboard.restarts import Restart, restarts_of, totals
 from elastic.dashboard.run_list import RunRow, row_of, row_without_run_file
 from elastic.dashboard.run_picture import RunReader
-from elastic.dashboard.status import driver_seen_gone, last_word_s, summarise
+from elastic.dashboard.status import AGES, driver_seen_gone, last_word_s, summarise
 from elastic.dashboard.tries_left import tries_left
 from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
@@ -28,7 +28,7 @@ MOST_RESTARTS = 250
 MOST_EVENTS = 60
 
 _QUIET = frozenset({"driver_heartbeat", "progress"})
-_AGES = ("last_word_age_s", "checkpoint_age_s", "ranks")
+_LEFT_OUT = AGES | {"ranks"}
 
 
 class NoRun(Exception):
@@ -94,7 +94,7 @@ class RunPage:
         committed = [event for event in events if event.kind == "checkpoint_committed"]
         return {
             "directory": self._directory,
-            "status": {k: v for k, v in asdict(status).items() if k not in _AGES},
+            "status": {k: v for k, v in asdict(status).items() if k not in _LEFT_OUT},
             "created_s": run_file.created_s,
             "last_word_s": last_word_s(events, run_file.created_s),
             "checkpoint_s": next(

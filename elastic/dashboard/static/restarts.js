@@ -1,6 +1,6 @@
 // The table of restarts: cause, cost, phases as a small bar, and the story one click away.
 
-import {count, make, moment, number, seconds, table, whole} from "./dom.js";
+import {DASH, count, make, moment, number, seconds, table, whole} from "./dom.js";
 
 const MOST_AT_FIRST = 20;
 const OUTCOMES = {
@@ -78,6 +78,7 @@ export function drawRestarts(doc, open) {
     ["Cause", false, cause],
     ["Step", true, (one) => whole(one.step)],
     ["Lost", true, (one) => whole(one.lost_steps)],
+    ["From", false, (one) => one.source || DASH],
     ["Took", true, (one) => seconds(one.took_s)],
     ["Workers", true, (one) => `${whole(one.old_world_size)} → ${whole(one.new_world_size)}`],
     ["Phases", false, phases],

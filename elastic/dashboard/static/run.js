@@ -1,6 +1,6 @@
 // One run: its parts, each drawn anew only when what it shows has changed.
 
-import {ago, make, number, percent, state, whole} from "./dom.js";
+import {ago, count, make, number, percent, state, whole} from "./dom.js";
 import {Chart} from "./charts.js";
 import {Evidence} from "./evidence.js";
 import {drawLanes} from "./lanes.js";
@@ -31,6 +31,16 @@ function fact(name, value, more = null) {
     make("dd", {}, value instanceof Node ? value : String(value), more && make("small", {}, more)));
 }
 
+// Of a run that keeps them; those of one that is over have gone with it.
+function drawSnapshots({snapshots, state: stands}) {
+  if (!snapshots) return [];
+  const isOver = ["FINISHED", "FAILED", "STOPPED"].includes(stands);
+  const value = snapshots.step === null ? "none kept" : `step ${whole(snapshots.step)}`;
+  const when = snapshots.problem ? `the last failed: ${snapshots.problem}` : ago(snapshots.kept_s);
+  const skipped = snapshots.skipped ? `, ${whole(snapshots.skipped)} skipped` : "";
+  return [fact("Snapshot", value, make("span", {}, isOver ? "gone with the run" : when, skipped))];
+}
+
 function drawState(told) {
   const {status} = told;
   const head = make("p", {class: "headline"}, state(status.state),
@@ -44,6 +54,7 @@ function drawState(told) {
     fact("Steps lost", whole(status.lost_steps), "done again"),
     fact("Goodput", percent(told.goodput?.share), "useful of all slot time"),
     fact("Checkpoint", status.checkpoint_step === null ? "none" : `step ${whole(status.checkpoint_step)}`, status.checkpoint_note || ago(told.checkpoint_s)),
+    ...drawSnapshots(status),
     fact("Last word", ago(told.last_word_s), "of the driver"));
   const lines = [head, facts];
   if (status.last_lines) {
@@ -52,6 +63,10 @@ function drawState(told) {
   }
   for (const node of status.kept_out) {
     lines.push(make("p", {class: "note", text: `⊘ node ${node.node_id.slice(0, 12)} (${node.node_ip || "address unknown"}) is kept out: ${node.why}`}));
+  }
+  if (status.archive?.failing_since_s) {
+    const {missing_steps: missing, failing_since_s: sinceS, why} = status.archive;
+    lines.push(make("p", {class: "note"}, `▼ the archive lags by ${count(missing.length, "checkpoint")}, since `, ago(sinceS), `: ${why}`));
   }
   const about = [];
   if (status.save_interval) about.push(make("p", {}, make("b", {text: "Saves: "}), make("span", {text: status.save_interval.why})));
