@@ -19,8 +19,8 @@ BORN_S = 1_800_000_000.0
 FILES = {".metadata": b"meta", "__0_0.distcp": b"a" * 3000, "__1_0.distcp": b"b" * 2000}
 
 
-def make_run(root: Path | str, name: str = "demo") -> Catalog:
-    """A new run in `root`, still without checkpoints."""
+def make_run(root: Path | str, name: str = "demo", **operational: object) -> Catalog:
+    """A new run in `root`, still without checkpoints; `operational` are settings of it."""
     fs = Filesystem.at(str(root))
     made = create_run_file(
         fs,
@@ -29,7 +29,7 @@ def make_run(root: Path | str, name: str = "demo") -> Catalog:
         seed=0,
         config={"width": 8},
         identity={},
-        operational={"until": 60},
+        operational={"until": 60, **operational},
         versions={},
     )
     return Catalog(fs, made.run_id)

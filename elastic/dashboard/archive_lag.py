@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from elastic.dashboard.text import age
+from elastic.dashboard.text import age, count
 from elastic.storage.ledger import LedgerEvent
 
 __all__ = ["ArchiveLag", "archive_lag", "archive_text"]
@@ -89,8 +89,7 @@ def archive_text(lag: ArchiveLag, failing_for_s: float | None) -> str:
     steps = lag.missing_steps
     more = ", ..." if len(steps) > _MOST_STEPS else ""
     which = f" (steps {', '.join(map(str, steps[:_MOST_STEPS]))}{more})" if steps else ""
-    number = "1 checkpoint" if len(steps) == 1 else f"{len(steps)} checkpoints"
     return (
-        f"LAGS by {number}{which}, fails for {age(failing_for_s)}: "
+        f"LAGS by {count(len(steps), 'checkpoint')}{which}, fails for {age(failing_for_s)}: "
         f"{lag.why[:_MOST_WORDS]}; {lag.url}, {newest}"
     )

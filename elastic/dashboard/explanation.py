@@ -23,7 +23,7 @@ from elastic.dashboard.restarts import (
     whole,
     words,
 )
-from elastic.dashboard.text import age, plain, table
+from elastic.dashboard.text import age, count, plain, table
 from elastic.dashboard.tries_left import TriesLeft, left_text
 from elastic.storage.ledger import LedgerEvent
 from elastic.storage.rank_logs import LOGS
@@ -66,7 +66,7 @@ def restarts_text(
             "",
             f"{'by cause':<12}{causes}",
             (
-                f"{'lost':<12}{_count(sums.lost_steps, 'step')} done again, and "
+                f"{'lost':<12}{count(sums.lost_steps, 'step')} done again, and "
                 f"{_seconds(sums.took_s)} s without a step"
             ),
             *_tries(tries),
@@ -254,7 +254,7 @@ def _decided(event: LedgerEvent, before: Sequence[str]) -> str:
 
 def _stands(event: LedgerEvent) -> str:
     size = whole(event.data.get("world_size"))
-    workers = "" if size is None else f" with {_count(size, 'worker')}"
+    workers = "" if size is None else f" with {count(size, 'worker')}"
     return f"generation {event.generation} stands{workers}"
 
 
@@ -315,7 +315,7 @@ def _lost(one: Restart) -> str:
         return UNSAID if one.lost_steps is None else "no finished step"
     held = [event.step for event in one.events if event.kind in ("started", "resumed")]
     since = f", done again from step {held[-1]}" if held else ""
-    return f"{_count(one.lost_steps, 'finished step')}{since}"
+    return f"{count(one.lost_steps, 'finished step')}{since}"
 
 
 def _tries(tries: Sequence[TriesLeft] | None) -> list[str]:
@@ -378,10 +378,6 @@ def _brief(text: str, most: int) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.1f}"
-
-
-def _count(num: int, what: str) -> str:
-    return f"{num} {what}" + ("" if num == 1 else "s")
 
 
 def _or_dash(value: int | None) -> str:

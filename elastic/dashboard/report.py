@@ -12,7 +12,7 @@ from elastic.dashboard.goodput import share_text
 from elastic.dashboard.kept_out import kept_out_text
 from elastic.dashboard.last_lines import LastLines, last_lines_told, quoted
 from elastic.dashboard.status import TERMINAL, RunStatus
-from elastic.dashboard.text import age, plain, size, table
+from elastic.dashboard.text import age, count, plain, size, table
 from elastic.storage.checkpoints import Checkpoint
 from elastic.storage.ledger import LedgerEvent
 
@@ -190,9 +190,7 @@ def _restarts(status: RunStatus) -> str:
     again = status.submissions - 1
     parts = [
         f"{status.restarts}" + (f" ({causes})" if causes else ""),
-        f"{status.lost_steps} step{'' if status.lost_steps == 1 else 's'} lost"
-        if status.restarts
-        else "",
+        f"{count(status.lost_steps, 'step')} lost" if status.restarts else "",
         f"submitted again {again}x" if again > 0 else "",
     ]
     return ", ".join(filter(None, parts))

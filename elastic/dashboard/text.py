@@ -33,6 +33,11 @@ def size(num_bytes: int) -> str:
     return f"{amount:.1f} TB"
 
 
+def count(number: int, noun: str) -> str:
+    """So many of what `noun` names: `1 step`, `2 steps`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def plain(text: str) -> str:
     """`text` on one line, everything unprintable spelled out as an escape."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

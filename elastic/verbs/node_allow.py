@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import click
 
 from elastic.dashboard.kept_out import SHOWN, strikes_told
-from elastic.dashboard.text import plain, to_json
+from elastic.dashboard.text import count, plain, to_json
 from elastic.policy.strikes import Node, Strikes, allowed
 from elastic.storage import lease
 from elastic.storage.filesystem import Filesystem
@@ -100,7 +100,7 @@ def _find(known: Strikes, asked: str, fs: Filesystem) -> Node:
 def _listed(known: Strikes, node: Node) -> str:
     is_out = node.node_id in {one.node.node_id for one in known.kept_out}
     num = len(known.of(node.node_id))
-    strikes = f"{num} strike{'' if num == 1 else 's'}"
+    strikes = count(num, "strike")
     return f"{node} ({'kept out' if is_out else strikes})"
 
 
@@ -134,7 +134,7 @@ def _write_down(fs: Filesystem, node: Node) -> None:
 
 def _said(done: Allowed, is_there: bool) -> str:
     name = f"node {done.node_id[:SHOWN]} ({done.node_ip or 'address unknown'})"
-    strikes = f"{done.num_strikes} strike{'' if done.num_strikes == 1 else 's'} forgotten"
+    strikes = f"{count(done.num_strikes, 'strike')} forgotten"
     if not done.was_kept_out:
         return f"{name} was not kept out; {strikes}"
     when = "" if is_there else ", when the run is submitted again"

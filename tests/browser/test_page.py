@@ -72,12 +72,18 @@ def test_story_stacks_and_logs_are_one_click_away(
     expect(dialog.locator("pre")).to_contain_text("last words")
 
 
+def training(tmp_path: Path, *, age_s: float) -> Story:
+    """The run `run` of two workers, begun so long ago, at step 3."""
+    now = Story(tmp_path / "run", "run", born_s=time.time() - age_s)
+    now.begin(2)
+    now.train(3, each_s=0.1)
+    return now
+
+
 def test_an_event_is_seen_within_a_second_and_nothing_is_loaded_anew(
     tmp_path: Path, served: PageServer, page: Page
 ) -> None:
-    now = Story(tmp_path / "run", "run", born_s=time.time() - 5)
-    now.begin(2)
-    now.train(3, each_s=0.1)
+    now = training(tmp_path, age_s=5)
     open_run(page, served, "run")
     page.evaluate("window.kept = true")
     reason = "rank 1 died: SIGKILL"
@@ -92,9 +98,7 @@ def test_an_event_is_seen_within_a_second_and_nothing_is_loaded_anew(
 def test_snapshots_and_where_a_group_resumed_from_are_seen(
     tmp_path: Path, served: PageServer, page: Page
 ) -> None:
-    now = Story(tmp_path / "run", "run", born_s=time.time() - 60)
-    now.begin(2)
-    now.train(3, each_s=0.1)
+    now = training(tmp_path, age_s=60)
     snapshots = {"every": 2, "step": 2, "kept_s": now.time_s, "skipped": 4, "problem": ""}
     now.tell("progress", step=3, data={"state": "RUNNING", "snapshots": snapshots})
     now.decide("worker_killed", 1, "SIGKILL")

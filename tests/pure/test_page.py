@@ -31,12 +31,11 @@ from elastic.dashboard.run_list import list_runs
 from elastic.dashboard.run_picture import RunReader
 from elastic.dashboard.status import AGES
 from elastic.dashboard.tries_left import tries_left
-from elastic.storage.checkpoints import Catalog
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.ledger import LedgerWriter, read_ledger
-from elastic.storage.run_file import create_run_file
+from elastic.storage.run_file import load_run_file
 from tests.eventful_run import CAUSES, HANG_STACKS, Story, eventful_run, long_run
-from tests.made_run import BORN_S, add_checkpoint, fingerprint
+from tests.made_run import BORN_S, add_checkpoint, fingerprint, make_run
 
 STATIC = Path(__file__).resolve().parents[2] / "elastic" / "dashboard" / "static"
 NASTY = "<img src=x onerror=alert(1)></script>\"'"
@@ -133,19 +132,11 @@ def test_a_replayed_step_has_one_current_row_with_its_newest_value(tmp_path: Pat
 def test_the_document_changes_with_its_run_only(tmp_path: Path) -> None:
     """An age in it would have every open page draw itself anew at each look, and `elastic watch
     --json` print a line for it."""
-    fs = Filesystem.at(str(tmp_path / "run"))
-    run_file = create_run_file(
-        fs,
-        name="run",
-        created_s=BORN_S,
-        seed=0,
-        config={},
-        identity={},
-        operational={"archive": f"{tmp_path}/cold", "keep_every": 1},
-        versions={},
-    )
+    catalog = make_run(tmp_path / "run", archive=f"{tmp_path}/cold", keep_every=1)
+    fs, run_file = catalog.fs, load_run_file(catalog.fs)
+    assert run_file is not None
     snapshots = {"every": 2, "step": 6, "kept_s": BORN_S + 2, "skipped": 0, "problem": ""}
-    add_checkpoint(Catalog(fs, run_file.run_id), 4)
+    add_checkpoint(catalog, 4)
     with closing(LedgerWriter(fs, 0, "life0")) as ledger:
         ledger.append("run_started", time_s=BORN_S)
         ledger.append("checkpoint_committed", step=4, time_s=BORN_S + 1)

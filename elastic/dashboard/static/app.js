@@ -1,6 +1,6 @@
 // The page: which view it is, and its live stream. Each view draws one document again and again.
 
-import {make, tick} from "./dom.js";
+import {hasEnded, make, tick} from "./dom.js";
 import {drawList} from "./list.js";
 import {drawRun} from "./run.js";
 
@@ -33,7 +33,6 @@ async function explain() {
   main.replaceChildren(make("p", {class: "problem", role: "alert", text: await answer.text()}));
 }
 
-const OVER = new Set(["FINISHED", "FAILED", "STOPPED"]);
 let isOver = false;
 
 main.classList.add("waiting");
@@ -47,7 +46,7 @@ stream.onerror = () => {
 };
 stream.onmessage = (message) => {
   const told = JSON.parse(message.data);
-  isOver = OVER.has(told.status?.state);
+  isOver = hasEnded(told.status?.state);
   main.classList.remove("waiting", "stale");
   say("● live", "good");
   draw(told);

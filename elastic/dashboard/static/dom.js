@@ -103,6 +103,13 @@ const STATES = {
   UNKNOWN: ["?", "bad"], DAMAGED: ["!", "bad"],
 };
 
+const OVER = new Set(["FINISHED", "FAILED", "STOPPED"]);
+
+// Whether a run in the state of that name has ended.
+export function hasEnded(name) {
+  return OVER.has(name);
+}
+
 export function state(name) {
   const [sign, kind] = STATES[name] ?? ["?", "calm"];
   return make("strong", {class: `state ${kind}`},

@@ -1,6 +1,6 @@
 // Nodes as lanes: when each held ranks of the run, and what happened on it.
 
-import {make, moment} from "./dom.js";
+import {hasEnded, make, moment} from "./dom.js";
 
 const SIGNS = {
   death: ["✖", "bad"], "node lost": ["⊗", "bad"], error: ["!", "bad"],
@@ -13,7 +13,7 @@ export function drawLanes(doc) {
   const first = Math.min(...starts);
   const last = Math.max(doc.last_word_s, ...starts, first + 1);
   const at = (timeS) => `${(100 * (timeS - first) / (last - first)).toFixed(3)}%`;
-  const isOver = ["FINISHED", "FAILED", "STOPPED"].includes(doc.status.state);
+  const isOver = hasEnded(doc.status.state);
   const lanes = doc.lanes.map((lane) => lines(lane, at, last, isOver));
   const legend = Object.entries(SIGNS).map(([what, [sign, kind]]) => make("span", {class: `key ${kind}`, text: `${sign} ${what}`}));
   return [

@@ -1,6 +1,6 @@
 // One run: its parts, each drawn anew only when what it shows has changed.
 
-import {ago, count, make, number, percent, state, whole} from "./dom.js";
+import {ago, count, hasEnded, make, number, percent, state, whole} from "./dom.js";
 import {Chart} from "./charts.js";
 import {Evidence} from "./evidence.js";
 import {drawLanes} from "./lanes.js";
@@ -34,11 +34,10 @@ function fact(name, value, more = null) {
 // Of a run that keeps them; those of one that is over have gone with it.
 function drawSnapshots({snapshots, state: stands}) {
   if (!snapshots) return [];
-  const isOver = ["FINISHED", "FAILED", "STOPPED"].includes(stands);
   const value = snapshots.step === null ? "none kept" : `step ${whole(snapshots.step)}`;
   const when = snapshots.problem ? `the last failed: ${snapshots.problem}` : ago(snapshots.kept_s);
   const skipped = snapshots.skipped ? `, ${whole(snapshots.skipped)} skipped` : "";
-  return [fact("Snapshot", value, make("span", {}, isOver ? "gone with the run" : when, skipped))];
+  return [fact("Snapshot", value, make("span", {}, hasEnded(stands) ? "gone with the run" : when, skipped))];
 }
 
 function drawState(told) {
