@@ -30,7 +30,7 @@ class RankLook:
     place: str = ""
     """Where the training thread stands: `train.py:42 in forward`."""
     is_running: bool = False
-    """The training thread uses the processor."""
+    """The training thread uses a processor, or waits for one that others use."""
     children: Sequence[str] = ()
     """Child processes, as `pid 123 (stopped)`."""
     save_waits_for: str = ""

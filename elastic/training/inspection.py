@@ -1,6 +1,6 @@
 """What this process does when its group stands still, as its other threads can tell.
 
-Looks at the stack of the training thread, at the processor time it uses, and at how many
+Looks at the stack of the training thread, at the processor time it asks for, and at how many
 collectives this rank has begun in each process group. Linux only in part: elsewhere a thread is
 never said to run. Must not import ray.
 """
@@ -166,23 +166,33 @@ def _num_begun() -> dict[str, int]:
 
 
 def _is_running(native_id: int) -> bool:
-    before = _used_s(native_id)
+    before = _asked_s(native_id)
     begun_s = time.monotonic()
     time.sleep(_SAMPLE_S)
-    return _used_s(native_id) - before >= _BUSY_SHARE * (time.monotonic() - begun_s)
+    return _asked_s(native_id) - before >= _BUSY_SHARE * (time.monotonic() - begun_s)
 
 
-def _used_s(native_id: int) -> float:
+def _asked_s(native_id: int) -> float:
+    """Processor time that a thread has asked for: used, and waited for while others had it.
+
+    One that loops on a crowded machine gets little, but wants all. A kernel without scheduler
+    statistics (proc_pid_schedstat(5): all zero, or no such file) tells only what was used.
+    """
+    task = Path(f"/proc/self/task/{native_id}")
+    with contextlib.suppress(OSError):
+        used, waited, _ = map(int, (task / "schedstat").read_text().split())
+        if used:
+            return (used + waited) / 1e9
     try:
-        fields = _stat(f"/proc/self/task/{native_id}/stat")
+        fields = _stat(task / "stat")
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def _stat(path: str) -> list[str]:
+def _stat(path: Path) -> list[str]:
     # The name, the second field, may hold spaces and parentheses; what follows it does not.
-    return Path(path).read_text().rsplit(") ", 1)[1].split()
+    return path.read_text().rsplit(") ", 1)[1].split()
 
 
 def _children() -> list[str]:
@@ -191,6 +201,6 @@ def _children() -> list[str]:
         for task in Path("/proc/self/task").iterdir():
             for pid in (task / "children").read_text().split():
                 with contextlib.suppress(OSError):
-                    state = _stat(f"/proc/{pid}/stat")[0]
+                    state = _stat(Path(f"/proc/{pid}/stat"))[0]
                     found.append(f"pid {pid} ({_STATES.get(state, state)})")
     return found
