@@ -13,7 +13,7 @@ import xxhash
 
 from elastic.storage.manifest import CHUNK_DIGEST_HEX, CHUNKED, FileDigest
 
-__all__ = ["CHUNK_BYTES", "ChunkCheck", "ChunkDigester", "chunk_problem", "difference"]
+__all__ = ["CHUNK_BYTES", "ChunkCheck", "ChunkDigester", "chunk_problem", "difference", "digest_of"]
 
 CHUNK_BYTES = 16 << 20
 
@@ -117,3 +117,8 @@ def difference(file: FileDigest, index: int, found: str) -> str:
 def _of_digests(digests: str) -> str:
     assert len(digests) % CHUNK_DIGEST_HEX == 0
     return CHUNKED + xxhash.xxh3_128(bytes.fromhex(digests)).hexdigest()
+
+
+def digest_of(data: bytes) -> str:
+    """Of a few bytes as one, in hex."""
+    return xxhash.xxh3_128(data).hexdigest()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from elastic.storage.chunk_digests import digest_of
 from elastic.training.share import share_of
 
 __all__ = ["Layout", "Part", "copy", "lay_out"]
@@ -40,8 +41,8 @@ class Layout:
     """What lies where in a piece of `num_bytes`."""
 
     parts: list[Part] = field(default_factory=list)
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Start and size by name."""
+    files: dict[str, tuple[int, int, str]] = field(default_factory=dict)
+    """Start, size and digest by name: to check one, the chunk that it lies in need not be read."""
     num_bytes: int = 0
 
     def place(self, num_bytes: int) -> int:
@@ -69,7 +70,10 @@ class Layout:
                 Part(name, dtype, tuple(shape), tuple(offsets), tuple(lengths), start, size)
                 for name, dtype, shape, offsets, lengths, start, size in tree["parts"]
             ]
-            files = {name: (int(start), int(size)) for name, (start, size) in tree["files"].items()}
+            files = {
+                name: (int(start), int(size), str(digest))
+                for name, (start, size, digest) in tree["files"].items()
+            }
             return cls(parts=parts, files=files, num_bytes=int(tree["bytes"]))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the index of a piece lacks or garbles a field: {error!r}") from error
@@ -98,7 +102,7 @@ def lay_out(
             )
         )
     for name, data in files.items():
-        layout.files[name] = (layout.place(len(data)), len(data))
+        layout.files[name] = (layout.place(len(data)), len(data), digest_of(data))
     return layout, sources
 
 
@@ -115,7 +119,7 @@ def copy(
         if part.num_bytes:
             place = torch.from_numpy(block[part.start : part.start + part.num_bytes])
             place.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
-    for name, (start, size) in layout.files.items():
+    for name, (start, size, _) in layout.files.items():
         room[start : start + size] = files[name]
     for device in {source.device for source in sources if source.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

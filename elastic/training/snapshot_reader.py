@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from elastic.storage.chunk_digests import digest_of
 from elastic.storage.manifest import FileDigest, TensorInfo
 from elastic.storage.verified_file import CheckpointCorrupt, VerifiedFile
 from elastic.training import jsonable
@@ -36,6 +37,8 @@ from elastic.training.state import TrackedState
 from elastic.training.wanted import Wanted, fill, fill_shares, shared_out
 
 __all__ = ["SnapshotReader", "load_snapshot"]
+
+Found = TypeVar("Found")
 
 _NUM_THREADS = 2
 _AHEAD = 3
@@ -116,10 +119,7 @@ class SnapshotReader(GivenReader):
         piece = self._pieces[world_rank]
         if name not in piece.layout.files:
             raise CheckpointCorrupt(piece.name, f"the piece of rank {world_rank} has no {name}")
-        start, size = piece.layout.files[name]
-        found = bytearray(size)
-        piece.read(lambda file: file.read([(start, memoryview(found))]))
-        return bytes(found)
+        return piece.read_file(name)
 
     def read_metadata(self) -> Metadata:
         return Metadata(
@@ -175,12 +175,35 @@ class _Piece:
 
         Raises `CheckpointCorrupt`, `PieceLost` when no copy has what it wants.
         """
+
+        def read_from(copy: PieceSource, digests: FileDigest) -> None:
+            with VerifiedFile(_Copy(copy, digests), self._place(copy), digests) as file:
+                read(file)
+
+        self._of_any(read_from)
+
+    def read_file(self, name: str) -> bytes:
+        """A plain file in it. Raises as `read`."""
+
+        def read_from(copy: PieceSource, _: FileDigest) -> bytes:
+            start, size, expected = self.layout.files[name]
+            found = _bytes_of(copy, start, size)
+            if digest_of(found) != expected:
+                problem = f"{name}: expected digest {expected}, found {digest_of(found)}"
+                raise CheckpointCorrupt(self._place(copy), problem)
+            return found
+
+        return self._of_any(read_from)
+
+    def _place(self, copy: PieceSource) -> str:
+        return f"{self.name} in the memory of node {copy.where}"
+
+    def _of_any(self, read_from: Callable[[PieceSource, FileDigest], Found]) -> Found:
+        """What it gives for the first copy that is sound."""
         while True:
             copy, digests = self._current()
             try:
-                where = f"{self.name} in the memory of node {copy.where}"
-                with VerifiedFile(_Copy(copy, digests), where, digests) as file:
-                    return read(file)
+                return read_from(copy, digests)
             except (CheckpointCorrupt, PieceLost) as error:
                 self._give_up(copy, error)
 
@@ -215,6 +238,18 @@ class _Piece:
     def _next(self, problem: Exception) -> None:
         self._problems.append(problem)
         self._copies.pop(0)
+
+
+def _bytes_of(copy: PieceSource, start: int, num_bytes: int) -> bytes:
+    stream = copy.open()
+    if stream is None:
+        return bytes(copy.fetch(start, num_bytes)())
+    with stream:
+        stream.seek(start)
+        found = stream.read(num_bytes)
+    if len(found) < num_bytes:
+        raise PieceLost(f"the memory of node {copy.where} ended before the bytes of a piece")
+    return found
 
 
 class _Copy:

@@ -186,6 +186,25 @@ def test_threads_that_all_meet_a_bad_copy_read_the_other_one(tmp_path: Path) -> 
         load_snapshot(sources(tmp_path, 1, "own", "copy"), "it", found)
 
 
+@pytest.mark.parametrize("kind", ["own", "copy"])
+def test_a_bad_file_is_found_by_itself_and_read_from_the_other_copy(
+    tmp_path: Path, kind: str
+) -> None:
+    saved = large(seed=1)
+    put(tmp_path, saved)
+    start, size, _ = Pieces.from_json((tmp_path / "0.index").read_bytes()).files[STATE]
+    with (tmp_path / f"0.{kind}").open("r+b") as file:
+        file.seek(start + size - 1)
+        file.write(b"?")
+    with pytest.raises(CheckpointCorrupt, match=rf"node 0\.{kind}.*{STATE}.*expected .* found"):
+        SnapshotReader(sources(tmp_path, 1, kind), "it").read_file(0, STATE)  # B14
+    ((bad,),) = sources(tmp_path, 1, kind)
+    ((sound,),) = sources(tmp_path, 1, {"own": "copy", "copy": "own"}[kind])
+    found = SnapshotReader([[bad, sound]], "it").read_file(0, STATE)
+    assert found == SnapshotReader([[sound]], "it").read_file(0, STATE)
+    assert all(num_bytes == size for _, num_bytes in [*bad.fetched, *sound.fetched])
+
+
 def test_of_another_machine_only_the_chunks_of_what_is_wanted_are_asked_for_and_once(
     tmp_path: Path,
 ) -> None:
