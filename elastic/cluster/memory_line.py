@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import ray
 
-from elastic.cluster.segment import MapStream, Place, map_place, open_place
+from elastic.cluster.segment import MapStream, Place, map_place, stream_place
 from elastic.cluster.snapshot_keeper import Described
 from elastic.policy.coverage import Piece, Resume, Snapshot, Unneeded, room_bytes
 from elastic.storage.manifest import FileDigest
@@ -192,7 +192,7 @@ class _Copy:
         if place in self._mapped:  # this process has filled it itself
             return cast("BinaryIO", MapStream(self._mapped[place]))
         try:
-            return cast("BinaryIO", open_place(place))
+            return cast("BinaryIO", stream_place(place))
         except OSError:
             return None  # it can be asked for, all the same
 

@@ -6,6 +6,7 @@ Without a cluster: what it does with another keeper is in test_memory_tier.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cluster.segment import MapStream, Place, Segment, machine, map_place, open_place
+from elastic.cluster.segment import MapStream, Place, machine, map_place, open_place
 from elastic.cluster.snapshot_keeper import Refused, SnapshotKeeper
 from elastic.policy.coverage import SLOTS, Piece, Unneeded
 from elastic.storage.chunk_digests import ChunkDigester, chunk_problem
@@ -129,17 +130,58 @@ def test_what_cannot_fit_is_said_with_both_numbers() -> None:
     assert "0.00 GB of memory, saves 1125899.91 GB more, found " in told
 
 
-def test_memory_lies_in_large_pages_where_the_machine_has_them() -> None:
+NUM_BYTES = (8 << 20) + 5000
+NO_ADMINISTRATOR = ["setpriv", "--bounding-set=-sys_admin"] if os.geteuid() == 0 else []
+NONE_MORE = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
+NO_NAMESPACES = ["unshare", "-U", "-r", "sh", "-c", NONE_MORE, "-"]
+PAGES = f"""
+import os
+from pathlib import Path
+from elastic.cluster.segment import Segment, stream_place
+segment = Segment({NUM_BYTES})
+print(segment.place.is_large)
+(part,) = Path("/proc/self/smaps").read_text().split("elastic-snapshot")[1:]
+print(part.split("ShmemPmdMapped:", 1)[1].split("\\n", 1)[0].strip())
+segment.view[-5:] = b"hello"
+with stream_place(segment.place) as stream:
+    found = bytearray({NUM_BYTES})
+    print(stream.readinto(found) == {NUM_BYTES} and found.endswith(bytes(1) + b"hello"))
+segment.close()
+del stream
+print(Path("/proc/self/maps").read_text().count("elastic-snapshot"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("prefix", "needs", "is_large"),
+    [
+        pytest.param([], ["unshare", "-m"], True, id="administrator"),
+        pytest.param(NO_ADMINISTRATOR, ["unshare", "-U", "-r", "-m"], True, id="namespace"),
+        pytest.param(NO_NAMESPACES, [], False, id="neither"),
+    ],
+)
+def test_memory_lies_in_large_pages_wherever_they_can_be_had(
+    prefix: list[str], needs: list[str], is_large: bool
+) -> None:
+    """Whatever the machine gives to a memfd, which is none unless its owner has changed that."""
+    if shutil.which("unshare") is None or run([*prefix, *needs, "true"]).returncode:
+        pytest.skip(f"not allowed here: {' '.join([*prefix, *needs])}")
+    ran = run([*prefix, sys.executable, "-c", PAGES])
+    told, in_large_pages, whole, left = ran.stdout.splitlines()
+    assert told == str(is_large), ran.stderr
+    large_bytes = NUM_BYTES >> 21 << 21 if is_large or memfd_is_in_large_pages() else 0
+    assert in_large_pages == f"{large_bytes >> 10} kB"
+    assert whole == "True"
+    assert left == "0", "maps of it"
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+def memfd_is_in_large_pages() -> bool:
     choice = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    if not choice.exists() or not any(
-        f"[{on}]" in choice.read_text() for on in ("advise", "always")
-    ):
-        pytest.skip("this machine has none for shared memory: see the README on large pages")
-    segment = Segment(8 << 20)
-    (part,) = Path("/proc/self/smaps").read_text().split("elastic-snapshot")[1:]
-    in_large = [line for line in part.splitlines() if line.startswith("ShmemPmdMapped")]
-    assert in_large[0].split()[1:] == [str(8 << 10), "kB"]
-    segment.close()
+    return choice.exists() and any(f"[{on}]" in choice.read_text() for on in ("advise", "always"))
 
 
 PROGRAM = """
@@ -147,7 +189,7 @@ import sys, os, signal
 from elastic.cluster.segment import Segment
 segment = Segment(1 << 20)
 segment.view[:5] = b"hello"
-print(segment.place.path, segment.place.inode, flush=True)
+print(segment.place.path, segment.place.identity, flush=True)
 sys.stdin.read()
 """
 
@@ -157,10 +199,10 @@ def test_memory_is_gone_with_its_owner_and_whoever_maps_it_keeps_it() -> None:
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
         assert owner.stdout is not None
-        path, inode = owner.stdout.readline().split()
-        place = Place(machine(), path, int(inode), 1 << 20)
+        path, identity = owner.stdout.readline().split()
+        place = Place(machine(), path, identity, 1 << 20)
         for other, why in (
-            (replace(place, inode=1), "another file"),
+            (replace(place, identity="1-1"), "another file"),
             (replace(place, machine="other"), "another machine"),
         ):
             with pytest.raises(OSError, match=why):
