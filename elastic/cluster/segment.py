@@ -140,6 +140,14 @@ class MapStream(RawIOBase):
         self._position = offset
         return offset
 
+    def take(self, num_bytes: int) -> memoryview | None:
+        """The next so many bytes as they lie, without a copy; None where there are not so many."""
+        found = self._bytes[self._position : self._position + num_bytes]
+        if len(found) < num_bytes:
+            return None
+        self._position += num_bytes
+        return found.data
+
     def readinto(self, buffer: Any) -> int:
         """Fills it as far as there is something; without the interpreter's lock."""
         found = self._bytes[self._position : self._position + len(buffer)]

@@ -8,7 +8,7 @@ ray or torch, and never interprets what it reads.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, Protocol
 
 import xxhash
@@ -48,7 +48,11 @@ class Holder(Protocol):
         """Whether to read by `open_input`, and by `read_range` if not."""
 
     def open_input(self, path: str) -> BinaryIO:
-        """A seekable stream with `readinto`. Raises `FileNotFoundError`."""
+        """A seekable stream with `readinto`. Raises `FileNotFoundError`.
+
+        One of memory may have `take(num_bytes)`: a view of the next so many bytes where they lie,
+        and moves on; None where there are not so many.
+        """
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes | memoryview:
         """So many bytes from `start` on, fewer where it ends. Raises `FileNotFoundError`."""
@@ -131,10 +135,13 @@ class VerifiedFile:
         digest = xxhash.xxh3_128()
         try:
             stream = self._at(first, last)
-            for room in self._rooms(first, last, wanted):
-                self._fill(room, stream)
+            for room, is_wanted in self._rooms(first, last, wanted):
+                found = None if is_wanted else _in_place(stream, room.nbytes)
+                if found is None:
+                    self._fill(room, stream)
+                    found = room
                 if self._file.chunk_bytes:
-                    digest.update(room)
+                    digest.update(found)
         except FileNotFoundError:
             raise CheckpointCorrupt(self._path, size_problem(self._file, None)) from None
         if not self._file.chunk_bytes:
@@ -149,19 +156,20 @@ class VerifiedFile:
         self._stream.seek(first)
         return self._stream
 
-    def _rooms(self, first: int, last: int, wanted: Wanted) -> Iterator[memoryview]:
-        """Where the bytes from `first` to `last` go, piece by piece and in their order."""
+    def _rooms(self, first: int, last: int, wanted: Wanted) -> Iterator[tuple[memoryview, bool]]:
+        """Where the bytes from `first` to `last` go, piece by piece and in their order, and whether
+        they are wanted there."""
         for start, view in wanted:
             yield from self._gap(first, start)
             view = view[max(0, first - start) : last - start]
             for at in range(0, view.nbytes, _PIECE_BYTES):
-                yield view[at : at + _PIECE_BYTES]
+                yield view[at : at + _PIECE_BYTES], True
             first = max(first, start) + view.nbytes
         yield from self._gap(first, last)
 
-    def _gap(self, first: int, last: int) -> Iterator[memoryview]:
+    def _gap(self, first: int, last: int) -> Iterator[tuple[memoryview, bool]]:
         for at in range(first, last, _PIECE_BYTES):
-            yield self._unwanted[: min(_PIECE_BYTES, last - at)]
+            yield self._unwanted[: min(_PIECE_BYTES, last - at)], False
 
     def _fill(self, room: memoryview, stream: BinaryIO) -> None:
         count = 0
@@ -173,3 +181,9 @@ class VerifiedFile:
                     raise CheckpointCorrupt(self._path, size_problem(self._file, size))
                 raise OSError(f"{self._name} in {self._fs.url} ended before its {size} bytes")
             count += more
+
+
+def _in_place(stream: BinaryIO, num_bytes: int) -> memoryview | None:
+    """The next bytes where they lie; None where they have to be copied to be seen."""
+    take: Callable[[int], memoryview | None] | None = getattr(stream, "take", None)
+    return None if take is None else take(num_bytes)

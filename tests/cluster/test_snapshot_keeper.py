@@ -212,7 +212,11 @@ def test_memory_is_gone_with_its_owner_and_whoever_maps_it_keeps_it() -> None:
     assert found[:5] == b"hello"
     with MapStream(found) as stream:
         stream.seek((1 << 20) - 3)
+        assert stream.take(5) is None
         assert stream.read(5) == bytes(3), "the end of it"
+        stream.seek(0)
+        assert stream.take(5) == b"hello"
+        assert stream.read(1) == bytes(1)
     with opened:
         assert opened.read(5) == b"hello"
     with pytest.raises(OSError):

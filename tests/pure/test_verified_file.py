@@ -34,12 +34,14 @@ class Watched:
         self.inner = inner
         self.read: list[tuple[int, int]] = []
         self.spoil: list[int] = []
+        self.is_in_place = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def open_input(self, path: str) -> BinaryIO:
-        return cast(BinaryIO, _Stream(self, self.inner.open_input(path)))
+        stream = _InPlace if self.is_in_place else _Stream
+        return cast(BinaryIO, stream(self, self.inner.open_input(path)))
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
         return self.seen(start, self.inner.read_range(path, start, num_bytes))
@@ -71,12 +73,25 @@ class _Stream(io.RawIOBase):
         self.inner.close()
 
 
-@pytest.fixture(params=["disk", "object store"])
+class _InPlace(_Stream):
+    """Memory, of which what is not wanted need not be copied."""
+
+    def take(self, num_bytes: int) -> memoryview | None:
+        data = self.store.seen(self.inner.tell(), self.inner.read(num_bytes))
+        if len(data) == num_bytes:
+            return memoryview(data)
+        self.inner.seek(-len(data), io.SEEK_CUR)
+        return None
+
+
+@pytest.fixture(params=["disk", "object store", "memory"])
 def fs(request: pytest.FixtureRequest, tmp_path: Path) -> Filesystem:
-    url = str(tmp_path) if request.param == "disk" else f"memory://verified/{tmp_path.name}"
-    inner = Filesystem.at(url)
+    is_remote = request.param == "object store"
+    inner = Filesystem.at(f"memory://verified/{tmp_path.name}" if is_remote else str(tmp_path))
     inner.write_bytes("a/shard", DATA)
-    return Filesystem(cast(Any, Watched(inner.store)), inner.root)
+    store = Watched(inner.store)
+    store.is_in_place = request.param == "memory"
+    return Filesystem(cast(Any, store), inner.root)
 
 
 def wanted(*ranges: tuple[int, int]) -> list[tuple[int, memoryview]]:
