@@ -9,7 +9,7 @@ import pickle
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -819,16 +819,26 @@ def test_the_list_is_in_numeric_order_and_holds_everything(catalog: Catalog) -> 
     assert found[4].bytes == sum(map(len, CONTENT.values()))
 
 
-def test_a_hundred_checkpoints_are_listed_in_a_fifth_of_a_second(tmp_path: Path) -> None:
+def test_checkpoints_are_listed_in_about_the_time_that_their_files_take(tmp_path: Path) -> None:
     catalog = Catalog(Filesystem.at(str(tmp_path)), RUN)
     for step in range(100):
         save(catalog, step)
-    spent = []
-    for _ in range(2):
-        start = time.process_time()
-        assert len(catalog.list()) == 100
-        spent.append(time.process_time() - start)
-    assert min(spent) < 0.2
+
+    def look_at_all() -> list[Path]:
+        found = list((tmp_path / "checkpoints").iterdir())
+        for file in (file for folder in found for file in folder.iterdir()):
+            assert file.stat().st_size
+            if file.suffix == ".json":
+                json.loads(file.read_text())
+        return found
+
+    def spent_s(look: Callable[[], Sequence[object]]) -> float:
+        begun_s = time.process_time()
+        assert len(look()) == 100
+        return time.process_time() - begun_s
+
+    ratios = [spent_s(catalog.list) / spent_s(look_at_all) for _ in range(3)]
+    assert min(ratios) < 6, ratios  # 2.0 to 2.7 where it was measured
 
 
 # --- manifest and errors -------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -320,7 +322,7 @@ def test_a_newer_format_is_refused_by_name(fs: Filesystem) -> None:
         read_ledger(fs)
 
 
-def test_twenty_thousand_events_are_read_in_half_a_second(disk: Filesystem) -> None:
+def test_events_are_read_many_at_a_time(disk: Filesystem) -> None:
     num = 20_000
     columns = {
         "seq": range(num),
@@ -336,10 +338,17 @@ def test_twenty_thousand_events_are_read_in_half_a_second(disk: Filesystem) -> N
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table, max_chunksize=1)
-    disk.write_bytes("ledger/000000-a.arrows", sink.getvalue().to_pybytes())
-    spent = []
-    for _ in range(2):
-        start = time.process_time()
-        assert len(read_ledger(disk)) == num
-        spent.append(time.process_time() - start)
-    assert min(spent) < 0.5
+    written = sink.getvalue().to_pybytes()
+    disk.write_bytes("ledger/000000-a.arrows", written)
+
+    def one_by_one() -> list[Any]:
+        batches = pa.ipc.open_stream(written)
+        return [json.loads(row["data"]) for batch in batches for row in batch.to_pylist()]
+
+    def spent_s(read: Callable[[], list[Any]]) -> float:
+        begun_s = time.process_time()
+        assert len(read()) == num
+        return time.process_time() - begun_s
+
+    ratios = [spent_s(lambda: read_ledger(disk)) / spent_s(one_by_one) for _ in range(3)]
+    assert min(ratios) < 0.7, ratios  # 0.32 to 0.34 where it was measured
