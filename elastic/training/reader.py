@@ -166,6 +166,21 @@ def end_loader_processes(batches: Iterator[Any], patience_s: float = 0.5) -> Non
     kill()  # those that an exception out of the signal handler kept torch from waiting for
     for worker in workers:
         worker.join(_KILLED_S)
+        _note_the_end_of(worker)
+
+
+def _note_the_end_of(worker: Any) -> None:
+    """Of one that was waited for when torch's signal handler raised, before that was noted.
+
+    It is no child any more, and `multiprocessing` would list it for good, and signal its number at
+    exit, whoever has that by then.
+    """
+    if worker.exitcode is None:
+        try:
+            os.kill(worker.pid, 0)
+        except ProcessLookupError:
+            worker._popen.returncode = -signal.SIGKILL
+            worker.join()
 
 
 def _let_go_of_network_sockets() -> None:
