@@ -116,7 +116,7 @@ def difference(file: FileDigest, index: int, found: str) -> str:
 
 def _of_digests(digests: str) -> str:
     assert len(digests) % CHUNK_DIGEST_HEX == 0
-    return CHUNKED + xxhash.xxh3_128(bytes.fromhex(digests)).hexdigest()
+    return CHUNKED + digest_of(bytes.fromhex(digests))
 
 
 def digest_of(data: bytes) -> str:

@@ -187,11 +187,12 @@ class _Piece:
 
         def read_from(copy: PieceSource, _: FileDigest) -> bytes:
             start, size, expected = self.layout.files[name]
-            found = _bytes_of(copy, start, size)
-            if digest_of(found) != expected:
-                problem = f"{name}: expected digest {expected}, found {digest_of(found)}"
+            data = _bytes_of(copy, start, size)
+            found = digest_of(data)
+            if found != expected:
+                problem = f"{name}: expected digest {expected}, found {found}"
                 raise CheckpointCorrupt(self._place(copy), problem)
-            return found
+            return data
 
         return self._of_any(read_from)
 

@@ -7,9 +7,8 @@ import json
 import os
 import pickle
 import shutil
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from elastic.storage.checkpoints import (
 from elastic.storage.completeness import sha256
 from elastic.storage.filesystem import Filesystem
 from elastic.storage.format import UnsupportedFormat
+from tests.relative_cost import relative_cost
 
 RUN = "0123456789abcdef"
 CONTENT = {
@@ -832,13 +832,7 @@ def test_checkpoints_are_listed_in_about_the_time_that_their_files_take(tmp_path
                 json.loads(file.read_text())
         return found
 
-    def spent_s(look: Callable[[], Sequence[object]]) -> float:
-        begun_s = time.process_time()
-        assert len(look()) == 100
-        return time.process_time() - begun_s
-
-    ratios = [spent_s(catalog.list) / spent_s(look_at_all) for _ in range(3)]
-    assert min(ratios) < 6, ratios  # 2.0 to 2.7 where it was measured
+    assert relative_cost(catalog.list, look_at_all, 100) < 6  # 2.0 to 2.7 where it was measured
 
 
 # --- manifest and errors -------------------------------------------------------------------------
