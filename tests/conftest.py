@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,9 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # Who starts the tests in the background of a script has them ignore it, and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# From the last test to the end too: pytest leaves it as it finds it.
+faulthandler.enable()
+
 # A busy machine stands still for longer than the 200 ms that an example may take by default; what
 # hangs is found by the limit of each test.
 settings.register_profile("any machine", deadline=None)
@@ -26,6 +32,28 @@ settings.load_profile("any machine")
 
 PRICES = ("pure", "dist", "cluster", "browser", "gpu")
 TESTS = Path(__file__).resolve().parent
+
+
+_verdict: list[int] = []
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    _verdict.append(int(exitstatus))
+
+
+@atexit.register  # before any other, and so it is called after all of them
+def _end_with_the_verdict() -> None:
+    """Ends the process once Python's own exit functions are done, without those of C++.
+
+    These take away what Ray's threads still use. Each `ray.init` but the first leaves one in its
+    process, also after `ray.shutdown`: it reports metrics every ten seconds, and says so in Ray's
+    log when it cannot, as its cluster is gone. Where the log has just been taken away, that is a
+    segmentation fault. A process that trains calls `ray.init` once; this one does it often.
+    """
+    if _verdict:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_verdict[-1])
 
 
 def price_of(path: Path) -> str:
