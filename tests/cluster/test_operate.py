@@ -190,7 +190,7 @@ def resume_and_stop_through_ray(newcomer: Newcomer, stopped: int) -> None:
     newcomer.wait_until("steps of the second job", state="RUNNING", step=stopped + 2)
     resumed = newcomer.asks("events", newcomer.run, "--kind", "resumed")
     assert resumed[-1]["step"] == stopped
-    job_id = re.search(r"^job (\w+) submitted", job.log.read_text())[1]
+    job_id = re.search(r"^job (\w+) submitted", job.log.read_text(), re.MULTILINE)[1]
     subprocess.run(
         [RAY, "job", "stop", job_id], env=newcomer.environment, capture_output=True, check=True
     )
