@@ -78,7 +78,7 @@ def write_torch(file: BinaryIO, tree: Any, read: Read) -> None:
     `weights_only=True` and with `mmap=True`.
     """
     keys: dict[Stored, str] = {}
-    with zipfile.ZipFile(_Unseekable(file), "w", zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
+    with _Archive(_Unseekable(file), "w", zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
         _add(archive, file, "version", b"3\n")
         _add(archive, file, "byteorder", sys.byteorder.encode())
         _add(archive, file, "data.pkl", _pickled(tree, keys))
@@ -102,6 +102,20 @@ def stored_in(tree: Any) -> Iterator[Stored]:
     elif isinstance(tree, dict | list | tuple):
         for item in tree.values() if isinstance(tree, dict) else tree:
             yield from stored_in(item)
+
+
+class _Archive(zipfile.ZipFile):
+    """Is finished at the end of its block, and left as it is where that was broken off.
+
+    zipfile would finish it then too, where its entry is not at its end, or the file closed by now.
+    """
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+    def __del__(self) -> None:
+        pass
 
 
 class _Unseekable:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import resource
@@ -617,6 +619,50 @@ def test_an_export_that_is_told_to_end_leaves_nothing(
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=60)
     assert (os.listdir(tmp_path), told) == ([], "")
+
+
+class Told(BaseException):
+    """What a signal raises, in whichever line it comes."""
+
+
+def test_one_that_is_broken_off_in_any_line_says_nothing_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_thorough: bool
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    tree = {"weight": Stored("weight", (3,), torch.float32)}
+
+    def write(until: int | None) -> int:
+        """Lines that were run; told to end in the one of that number."""
+        num_lines = 0
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal num_lines
+            code = frame.f_code
+            here = Path(code.co_filename).name in ("zipfile.py", "tensor_file.py")
+            if not here or code.co_name == "__del__":  # where Python itself drops what is raised
+                return None
+            num_lines += event == "line"
+            if event == "line" and num_lines == until:
+                raise Told
+            return trace
+
+        # The file is closed before what was raised, and with it the archive, is let go of.
+        ends = contextlib.nullcontext() if until is None else pytest.raises(Told)
+        with ends, open(tmp_path / "m.pt", "wb") as file:
+            sys.settrace(trace)
+            try:
+                write_torch(file, tree, lambda stored: torch.ones(stored.shape))
+            finally:
+                sys.settrace(None)
+        return num_lines
+
+    num_lines = write(until=None)
+    assert num_lines > 100
+    for number in range(1, num_lines + 1, 1 if is_thorough else 3):
+        assert write(until=number) == number
+        gc.collect(0)
+    assert said == []
 
 
 # --- trust ---------------------------------------------------------------------------------------
