@@ -92,7 +92,7 @@ def autoscaled(folder: Path) -> Iterator[Autoscaled]:
         yield Autoscaled(address)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_run_that_lacks_nodes_gets_them(tmp_path: Path):
     with (
         autoscaled(tmp_path) as cluster,
@@ -101,6 +101,6 @@ def test_a_run_that_lacks_nodes_gets_them(tmp_path: Path):
         waited = job.wait_for_event("waiting")  # there is no node for workers at all
         assert "0 of at least 1" in waited.reason
         job.wait_for_event(
-            "generation_started", lambda event: event.data["world_size"] == 2, timeout_s=60.0
+            "generation_started", lambda event: event.data["world_size"] == 2, timeout_s=150.0
         )
         job.wait_for_commit(10)
