@@ -34,11 +34,11 @@ PRICES = ("pure", "dist", "cluster", "browser", "gpu")
 TESTS = Path(__file__).resolve().parent
 
 
-_verdict: list[int] = []
+_sessions: list[pytest.Session] = []
 
 
-def pytest_sessionfinish(exitstatus: int) -> None:
-    _verdict.append(int(exitstatus))
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    _sessions.append(session)
 
 
 @atexit.register  # before any other, and so it is called after all of them
@@ -50,10 +50,10 @@ def _end_with_the_verdict() -> None:
     log when it cannot, as its cluster is gone. Where the log has just been taken away, that is a
     segmentation fault. A process that trains calls `ray.init` once; this one does it often.
     """
-    if _verdict:
+    if _sessions and not hasattr(sys, "last_value"):  # pytest itself may have broken since
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_verdict[-1])
+        os._exit(int(_sessions[-1].exitstatus))
 
 
 def price_of(path: Path) -> str:

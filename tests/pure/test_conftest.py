@@ -13,10 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A function that C calls at exit, and that is not there.
 BREAK = (
-    "import ctypes, resource, tests.conftest as c;"
+    "import ctypes, resource, types, tests.conftest as c;"
     "resource.setrlimit(resource.RLIMIT_CORE, (0, 0));"
     "ctypes.CDLL(None).on_exit(ctypes.c_void_p(8), 0);"
 )
+FINISH = "c.pytest_sessionfinish(types.SimpleNamespace(exitstatus={}))"
 
 
 def ends(*statements: str) -> subprocess.CompletedProcess[str]:
@@ -34,10 +35,15 @@ def ends(*statements: str) -> subprocess.CompletedProcess[str]:
 def test_the_exit_code_is_the_verdict_whatever_breaks_after_it(verdict: int) -> None:
     done = ends(
         "import atexit; atexit.register(print, 'other exit functions')",
-        f"c.pytest_sessionfinish({verdict})",
+        FINISH.format(verdict),
     )
     assert done.returncode == verdict, done.stderr
     assert done.stdout == "other exit functions\n", "they are called, and nothing is held back"
+
+
+def test_what_breaks_pytest_after_the_verdict_is_not_hidden() -> None:
+    done = ends(FINISH.format(0), "raise RuntimeError('in the clean-up')")
+    assert done.returncode != 0 and "in the clean-up" in done.stderr
 
 
 def test_without_a_verdict_it_ends_as_any_process_does() -> None:
